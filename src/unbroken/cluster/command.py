@@ -166,12 +166,15 @@ def _format_status(status: Mapping[str, Any]) -> Iterator[str]:
     yield f"versions at engines: {versions or 'none'}; nodes: {', '.join(n['name'] for n in status['nodes']) or 'none'}"
     gang = status["gang"]
     yield f"the gang of trainers started again {gang['restarts']} times{_because(gang)}"
-    for part in status["parts"]:
-        version = "" if part["version"] is None else f" version {part['version']}"
-        restarts = f"; {part['restarts']} restarts{_because(part)}" if part["restarts"] else ""
-        where = f" on {part['node']}" if part["node"] else ""
-        url = f" at {part['url']}" if part["url"] else ""
-        yield f"{part['name']:<12} {part['state']}{where}{url}{version}{restarts}"
+    yield from map(_format_part, status["parts"])
+
+
+def _format_part(part: Mapping[str, Any]) -> str:
+    version = "" if part["version"] is None else f" version {part['version']}"
+    restarts = f"; {part['restarts']} restarts{_because(part)}" if part["restarts"] else ""
+    where = f" on {part['node']}" if part["node"] else ""
+    url = f" at {part['url']}" if part["url"] else ""
+    return f"{part['name']:<12} {part['state']}{where}{url}{version}{restarts}"
 
 
 def _because(facts: Mapping[str, Any]) -> str:

@@ -206,12 +206,7 @@ class _Run:
         kind, number = parts[0].kind, next(self._numbers)
         places = [await self._find_place(part) for part in parts]
         if kind is Kind.TRAINERS:
-            gateway, hosts = await self._find_gateway(), [place.host for place in places]
-            # All ranks have the same settings, so those of several nodes listen at each of their addresses.
-            listen = hosts[0] if len({*hosts}) == 1 else "0.0.0.0"
-            self._others = Others(gateway=gateway, trainers=hosts, listen=listen)
-            self._trains.set()
-            self._registry.note("trainers", "trains", f"{len(parts)} nodes")
+            await self._introduce_trainers([place.host for place in places])
         if kind is Kind.SAMPLER:
             await self._trains.wait()
         runs = [
@@ -219,20 +214,34 @@ class _Run:
             for part, place in zip(parts, places, strict=True)
         ]
         try:
-            pending = set(runs)
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if any(run.result() for run in done):
-                    await self._stop_runs(
-                        [part for part, run in zip(parts, runs, strict=True) if run in pending], number
-                    )
+            await self._wait_for_all(dict(zip(runs, parts, strict=True)), number)
         finally:
             if kind is Kind.TRAINERS:
                 self._trains.clear()
             for run in runs:
                 run.cancel()
-        where = [f" (node {place.node})" if kind is Kind.TRAINERS else "" for place in places]
-        return [f"{reason}{node}" for run, node in zip(runs, where, strict=True) for reason in run.result()]
+        if kind is not Kind.TRAINERS:  # one part, whose node the registry names
+            return runs[0].result()
+        return [
+            f"{reason} (node {place.node})" for run, place in zip(runs, places, strict=True) for reason in run.result()
+        ]
+
+    async def _introduce_trainers(self, hosts: Sequence[str]) -> None:
+        """Say to samplers where the trainers are, and to trainers where the first gateway is."""
+        gateway = await self._find_gateway()
+        # All ranks have the same settings, so those of several nodes listen at each of their addresses.
+        listen = hosts[0] if len({*hosts}) == 1 else "0.0.0.0"
+        self._others = Others(gateway=gateway, trainers=hosts, listen=listen)
+        self._trains.set()
+        self._registry.note("trainers", "trains", f"{len(hosts)} nodes")
+
+    async def _wait_for_all(self, runs: Mapping[asyncio.Future[Sequence[str]], Part], number: int) -> None:
+        """Wait for the runs of parts; one that does not end well ends the others, which would wait for it forever."""
+        pending = set(runs)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(run.result() for run in done):
+                await self._stop_runs([part for run, part in runs.items() if run in pending], number)
 
     async def _run_part(self, part: Part, place: NodePlace, number: int, commands: Sequence[Command]) -> Sequence[str]:
         """Run a part's processes until they end, and say how they are; returns why they did not end well."""

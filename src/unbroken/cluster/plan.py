@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +67,19 @@ class ClusterOptions:
         ):  # fmt: skip
             if value < least:
                 raise InvalidInputError(f"{option} must be >= {least}, got {value}")
-        num_ranks = math.prod(self.gang)
+        self._check_samplers(math.prod(self.gang))
+        self._check_gateways()
+        if self.cpu and self.engine_tp > 1:
+            raise InvalidInputError(f"--engine.tp must be 1 with --cpu, got {self.engine_tp}")
+        for each in self.env:
+            if not re.match(r"[A-Za-z_]\w*=", each, re.ASCII):
+                raise InvalidInputError(f"--env must be NAME=VALUE, got {each!r}")
+        try:
+            shlex.split(self.serve_options)
+        except ValueError as error:
+            raise InvalidInputError(f"--engine.options must be words of a shell: {error}") from None
+
+    def _check_samplers(self, num_ranks: int) -> None:
         if not 0 < self.sampler_port <= 65536 - num_ranks:
             raise InvalidInputError(
                 f"--sampler.port must be >= 1 and leave a port for each of {num_ranks} trainer processes, got "
@@ -78,6 +90,8 @@ class ClusterOptions:
                 f"--samplers must be at least the trainer processes of --trainers {self.trainers}, {num_ranks}, "
                 f"because each has its own samplers, got {self.samplers}"
             )
+
+    def _check_gateways(self) -> None:
         if self.gateways and not is_postgres_url(self.gateway_store or ""):
             raise InvalidInputError(
                 f"--gateway.store must be a postgresql:// URL with --gateways {self.gateways}, because gateways share "
@@ -85,15 +99,6 @@ class ClusterOptions:
             )
         if not self.gateways and self.gateway_store is not None:
             raise InvalidInputError("--gateway.store must be left out without --gateways")
-        if self.cpu and self.engine_tp > 1:
-            raise InvalidInputError(f"--engine.tp must be 1 with --cpu, got {self.engine_tp}")
-        for each in self.env:
-            if not re.match(r"[A-Za-z_]\w*=", each, re.ASCII):
-                raise InvalidInputError(f"--env must be NAME=VALUE, got {each!r}")
-        try:
-            shlex.split(self.serve_options)
-        except ValueError as error:
-            raise InvalidInputError(f"--engine.options must be words of a shell: {error}") from None
 
     @property
     def gang(self) -> tuple[int, int]:
@@ -274,32 +279,47 @@ def format_commands(
     """
     options, gang = plan.options, plan.of_kind(Kind.TRAINERS)
     others = [part for part in plan.parts if part.kind is not Kind.TRAINERS]
-    names = list(hosts) or [f"NODE{index}" for index in range(len(gang) + (0 if options.cpu else 1))]
+    names = list(hosts) or _name_nodes(options, num_trainers=len(gang))
     _check_hosts(names, port, num_trainers=len(gang), num_others=len(others))
     free = names[len(gang) :] or names
     placed = [(part, free[number % len(free)], port + number) for number, part in enumerate(others)]
     urls = {part.name: format_url(host, number) for part, host, number in placed}
     whole = Others(gateway=urls.get("gateway-0", ""), trainers=names, listen="0.0.0.0")
-    yield "# on one node, before the others: the key of the servers, and their list, which a run reads again and again"
-    key = f"{python} -c 'import secrets; print(secrets.token_hex(24))' > {shlex.quote(str(plan.folder / KEY))}"
-    yield f"mkdir -p -m 700 {shlex.join([str(plan.output), str(plan.folder)])} && (umask 077; {key})"
-    engines = shlex.join(urls[part.name] for part in plan.of_kind(Kind.ENGINE))
-    yield f"printf '%s\\n' {engines} > {shlex.quote(str(plan.folder / ENGINES))}"
+    yield from _format_first_commands(plan, [urls[part.name] for part in plan.of_kind(Kind.ENGINE)], python=python)
     variables = [f"{name}={shlex.quote(value)}" for name, value in options.environment.items()]
     for index, host in enumerate(names):
         yield f"\n# on {host}"
-        first_gpu = gang[0].resources.get("GPU", 0) if index < len(gang) else 0
-        for part, _, number in (each for each in placed if each[1] == host):
-            gpus = range(first_gpu, first_gpu + part.resources.get("GPU", 0))
-            first_gpu = gpus.stop
-            visible = [] if options.cpu else [f'CUDA_VISIBLE_DEVICES="{",".join(map(str, gpus))}"']
+        next_gpu = gang[0].resources.get("GPU", 0) if index < len(gang) else 0  # trainers have the first ones
+        for part, node, number in placed:
+            if node != host:
+                continue
+            gpus = range(next_gpu, next_gpu + part.resources.get("GPU", 0))
+            next_gpu = gpus.stop
             words = [python, "-m", "unbroken", *plan.make_words(part, whole, host=host, port=number)]
             log = shlex.quote(str(plan.folder / f"{part.name}.log"))
-            yield " ".join([*variables, *visible, shlex.join(words), f"> {log} 2>&1 &"])
+            yield " ".join([*variables, *_show_gpus(options, gpus), shlex.join(words), f"> {log} 2>&1 &"])
         if index < len(gang):
             torchrun = _launch(options, python=python, endpoint=f"{names[0]}:{port - 1}")
             words = [*torchrun, "-m", "unbroken", *plan.make_words(gang[index], whole)]
             yield " ".join([*variables, shlex.join(words)])
+
+
+def _show_gpus(options: ClusterOptions, gpus: Iterable[int]) -> list[str]:
+    """What lets a part see these GPUs alone; a part without any sees none."""
+    return [] if options.cpu else [f'CUDA_VISIBLE_DEVICES="{",".join(map(str, gpus))}"']
+
+
+def _format_first_commands(plan: Plan, engine_urls: Sequence[str], *, python: str) -> Iterator[str]:
+    """What writes the files that all parts read."""
+    yield "# on one node, before the others: the key of the servers, and their list, which a run reads again and again"
+    key = f"{python} -c 'import secrets; print(secrets.token_hex(24))' > {shlex.quote(str(plan.folder / KEY))}"
+    yield f"mkdir -p -m 700 {shlex.join([str(plan.output), str(plan.folder)])} && (umask 077; {key})"
+    yield f"printf '%s\\n' {shlex.join(engine_urls)} > {shlex.quote(str(plan.folder / ENGINES))}"
+
+
+def _name_nodes(options: ClusterOptions, *, num_trainers: int) -> list[str]:
+    """One for each of the trainers, and one more for the engines where they need GPUs."""
+    return [f"NODE{index}" for index in range(num_trainers + (0 if options.cpu else 1))]
 
 
 def _check_hosts(names: Sequence[str], port: int, *, num_trainers: int, num_others: int) -> None:

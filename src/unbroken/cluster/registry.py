@@ -120,6 +120,12 @@ class Registry:
             self._lanes.remove(name)
             self._timeline.end_lane(name, 0)
 
+    def _write_log(self) -> None:
+        """Append events, each of which is forgotten once it is written: after a full disk the rest follows."""
+        while self._unwritten:
+            _append(self._folder / LOG, self._unwritten[0])
+            del self._unwritten[0]
+
     def _write_files(self) -> None:
         engines = [part for part in self._parts.values() if part.kind is Kind.ENGINE and part.url]
         versions = [part.version for part in engines if part.version is not None]
@@ -132,9 +138,7 @@ class Registry:
             "gang": self._describe_restarts("trainers"),
         }
         try:
-            while self._unwritten:
-                _append(self._folder / LOG, self._unwritten[0])
-                del self._unwritten[0]
+            self._write_log()
             _write(self._folder / ENGINES, "".join(f"{part.url}\n" for part in engines))
             _write(self._folder / STATE, json.dumps(state))
         except OSError as error:  # the disk is full, or the share is away for a while
