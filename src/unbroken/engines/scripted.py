@@ -358,17 +358,8 @@ class ScriptedEngine:
         running.aborted = True
         running.wake.set()
 
-    async def _answer(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        while self._finishing:  # noqa: ASYNC110  # as above
-            await asyncio.sleep(0)
-        self._check_awake()
-        check_request(request, vocab_size=self.vocab_size, context_length=self.context_length)
-        if request.params.structured_output is not None and not self.takes_structured_output:
-            raise SamplingError(
-                f"this engine has no structured output, got structured_output {request.params.structured_output}"
-            )
-        check_unused(request.request_id, self._running)
-        self._histories.check(request)
+    def _take_replies(self, request: SampleRequest) -> list[ScriptedReply]:
+        """The script's next replies, with no more than the request asks for."""
         replies = [self._script.next_reply(request) for _ in range(request.n)]
         if request.params.return_routed_experts:
             is_recorded = all(reply.routed_experts is not None for reply in replies)
@@ -380,6 +371,20 @@ class ScriptedEngine:
             check_kept_ids(request, is_recorded=is_recorded, needs="replies that have them")
         else:
             replies = [replace(reply, kept_ids=None) for reply in replies]
+        return replies
+
+    async def _answer(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        while self._finishing:  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0)
+        self._check_awake()
+        check_request(request, vocab_size=self.vocab_size, context_length=self.context_length)
+        if request.params.structured_output is not None and not self.takes_structured_output:
+            raise SamplingError(
+                f"this engine has no structured output, got structured_output {request.params.structured_output}"
+            )
+        check_unused(request.request_id, self._running)
+        self._histories.check(request)
+        replies = self._take_replies(request)
         self.requests.append(request)
         running = self._running[request.request_id] = _RunningRequest()
         try:

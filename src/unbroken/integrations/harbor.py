@@ -401,6 +401,10 @@ class TerminalRows:
         return AgentTask(agent=task.attempt, task={"task": task.name, "instruction": task.instruction})
 
 
+def _is_named(folder: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(folder.name, pattern) for pattern in patterns)
+
+
 def find_task_folders(folder: Path, *, names: Sequence[str] = ()) -> list[Path]:
     """The folders of the tasks of a data set, in the order of their names, or of the one task that `folder` is.
 
@@ -412,7 +416,7 @@ def find_task_folders(folder: Path, *, names: Sequence[str] = ()) -> list[Path]:
     if not folder.is_dir():
         raise InvalidInputError(f"environment must be harbor:FOLDER, a folder of tasks, got {folder}: no such folder")
     found = [folder] if _is_task(folder) else sorted(each for each in folder.iterdir() if _is_task(each))
-    chosen = [each for each in found if not names or any(fnmatch.fnmatchcase(each.name, name) for name in names)]
+    chosen = [each for each in found if not names or _is_named(each, names)]
     if not chosen:
         wanted = f" with a name like {', '.join(names)}" if names else ""
         raise InvalidInputError(f"environment must be harbor:FOLDER, but {folder} has no task{wanted}: no task.toml")

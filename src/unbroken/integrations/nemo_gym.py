@@ -393,16 +393,18 @@ def _read_content(content: Any, place: str) -> str | list[ContentPart]:
     """A text, or parts: texts and images. Parts that are all text are one text."""
     if isinstance(content, str):
         return content
-    parts: list[ContentPart] = []
-    for k, part in enumerate(content if isinstance(content, list) else [content]):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _TEXTS and isinstance(part.get("text"), str):
-            parts.append({"type": "text", "text": part["text"]})
-        elif kind == "input_image" and part.get("image_url"):
-            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
-        else:
-            raise InvalidInputError(f"{place}[{k}] must be a text or an image with a URL, got {_shorten(part)}")
+    given = content if isinstance(content, list) else [content]
+    parts = [_read_part(part, f"{place}[{k}]") for k, part in enumerate(given)]
     return get_text(parts) if all(part["type"] == "text" for part in parts) else parts
+
+
+def _read_part(part: Any, place: str) -> ContentPart:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _TEXTS and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "input_image" and part.get("image_url"):
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    raise InvalidInputError(f"{place} must be a text or an image with a URL, got {_shorten(part)}")
 
 
 def _write_items(message: Message) -> Iterator[_Item]:

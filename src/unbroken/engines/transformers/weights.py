@@ -51,20 +51,19 @@ class UpdateLoader:
         Raises:
             SamplingError: as `load_into`, `match_adapter`, `check_same_kind` and `_check_whole`.
         """
-        stream = tensors if isinstance(tensors, WeightStream) and not tensors.is_kept else None
-        weights = [] if stream is not None else list(tensors)
-        adapts = is_adapter([name for name, _ in weights] if stream is None else [spec.name for spec in stream.specs])
+        is_stream = isinstance(tensors, WeightStream) and not tensors.is_kept
+        weights: WeightStream | Named = WeightStream.of(tensors) if is_stream else list(tensors)
+        shapes = _list_shapes(weights)
+        adapts = is_adapter(list(shapes))
         self.check_kind(is_adapter=adapts, policy_version=policy_version)
+        if is_whole and not adapts:
+            _check_whole(model, shapes)
         if adapts:
-            load_into(model, self._merge_all(model, dict(weights if stream is None else stream)))
-        elif stream is None:
-            if is_whole:
-                _check_whole(model, {name: tensor.shape for name, tensor in weights})
-            load_into(model, weights)
+            load_into(model, self._merge_all(model, dict(weights)))
+        elif isinstance(weights, WeightStream):  # one after the other, so that the update is in memory once
+            copy_into(model, weights)
         else:
-            if is_whole:
-                _check_whole(model, {spec.name: spec.shape for spec in stream.specs})
-            copy_into(model, stream)
+            load_into(model, weights)
         self._is_changed = not adapts
 
     def _merge_all(self, model: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> Named:
@@ -82,6 +81,13 @@ class UpdateLoader:
         base = self._base[one.name].to(device)
         a, b = (given[one.given + ending].detach().to(device, torch.float32) for ending in (A, B))
         return (base.float() + b @ a).to(base.dtype)
+
+
+def _list_shapes(weights: WeightStream | Named) -> dict[str, Shape]:
+    """By name; those of a stream are known before its values."""
+    if isinstance(weights, WeightStream):
+        return {spec.name: spec.shape for spec in weights.specs}
+    return {name: tuple(tensor.shape) for name, tensor in weights}
 
 
 def _check_whole(model: torch.nn.Module, shapes: Mapping[str, Shape]) -> None:
