@@ -100,9 +100,12 @@ def get_turn_rewards(member: Trajectory, reward: float) -> TurnRewards:
     return rewards
 
 
-def _compute_over_step(
-    compare: Callable[[], Sequence[ComparedGroup]], advantages: StepAdvantages, processes: Processes
-) -> ComparedGroups:
+def _compare_together(
+    compare: Callable[[], Sequence[ComparedGroup]], processes: Processes
+) -> tuple[Sequence[ComparedGroup], list[Sequence[NDArray[np.float64]]]]:
+    """The groups of this process, and the rewards of those of each process. One that fails still takes part, or the
+    others would wait for it forever; then all raise.
+    """
     compared: Sequence[ComparedGroup] = ()
     failure: Exception | None = None
     try:
@@ -116,7 +119,14 @@ def _compute_over_step(
     for process, (_, problem) in enumerate(everyone):
         if problem is not None:
             raise TrainingError(f"process {process} failed: {problem}")
-    groups = [(process, rewards) for process, (of_process, _) in enumerate(everyone) for rewards in of_process]
+    return compared, [of_process for of_process, _ in everyone]
+
+
+def _compute_over_step(
+    compare: Callable[[], Sequence[ComparedGroup]], advantages: StepAdvantages, processes: Processes
+) -> ComparedGroups:
+    compared, everyone = _compare_together(compare, processes)
+    groups = [(process, rewards) for process, of_process in enumerate(everyone) for rewards in of_process]
     returned = list(advantages.function([rewards for _, rewards in groups]))
     if len(returned) != len(groups):
         raise InvalidInputError(

@@ -100,27 +100,13 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                 "TrainerConfig.max_trajectory_tokens must be >= 1 with LossNormalization.CONSTANT, which divides by "
                 f"it, and None with the others, got {config.max_trajectory_tokens} with {normalization.value}"
             )
-        if self.changes_units(config) and config.truncated is TruncatedRows.MASK:
+        if isinstance(self.advantages, TurnAdvantages) and loss.is_uniform:
             raise InvalidInputError(
-                "TrainerConfig.truncated must be train with kl.place reward, got mask: the distance of a trajectory "
-                "that is left out is not known, and its reward counts for its siblings"
+                f"the loss {loss.name} needs one advantage for a whole trajectory, and got advantages of turns: take "
+                "gspo_token"
             )
-        if self.changes_units(config) and config.failed is FailedRows.BASELINE:
-            raise InvalidInputError(
-                "TrainerConfig.failed must be drop or train with kl.place reward, got baseline: the distance of a "
-                "trajectory that is left out is not known, and its reward counts for its siblings"
-            )
-        if isinstance(self.advantages, TurnAdvantages):
-            if loss.is_uniform:
-                raise InvalidInputError(
-                    f"the loss {loss.name} needs one advantage for a whole trajectory, and got advantages "
-                    "of turns: take gspo_token"
-                )
-            if self.changes_units(config):
-                raise InvalidInputError(
-                    "TrainerConfig.kl.place must be loss with advantages of turns, got reward: a trajectory's distance "
-                    "is not split over its turns"
-                )
+        if self.changes_units(config):
+            self._check_distance_in_rewards(config)
 
     def try_functions(self, config: TrainerConfig, *, group_size: int, device: torch.device) -> None:
         """Call advantages and loss on a few numbers, the loss without any too: what it gets of a pass without rows.
@@ -226,6 +212,23 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         """Whether the distance to the reference belongs into the rewards."""
         return config.kl_weight > 0 and config.kl.place is KlPlace.REWARD
 
+    def _check_distance_in_rewards(self, config: TrainerConfig) -> None:
+        if config.truncated is TruncatedRows.MASK:
+            raise InvalidInputError(
+                "TrainerConfig.truncated must be train with kl.place reward, got mask: the distance of a trajectory "
+                "that is left out is not known, and its reward counts for its siblings"
+            )
+        if config.failed is FailedRows.BASELINE:
+            raise InvalidInputError(
+                "TrainerConfig.failed must be drop or train with kl.place reward, got baseline: the distance of a "
+                "trajectory that is left out is not known, and its reward counts for its siblings"
+            )
+        if isinstance(self.advantages, TurnAdvantages):
+            raise InvalidInputError(
+                "TrainerConfig.kl.place must be loss with advantages of turns, got reward: a trajectory's distance "
+                "is not split over its turns"
+            )
+
     def change_units(
         self,
         units: Sequence[TrainingSample | TrajectoryRows],
@@ -274,11 +277,9 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         ]
         is_joint = as_policy_loss(self.loss).is_joint
         sums: list[TrajectorySums | None] = []
+        # Passes may not see the rows of a trajectory together.
         if size.num_rows > size.num_units and (is_joint or _is_by_sequence(config)):
-            current = iter(score([row.sample for rows in units for row in rows])) if is_joint else None
-            for rows in units:
-                of_rows = None if current is None else [next(current) for _ in rows]
-                sums += [_sum_trajectory(rows, of_rows) if len(rows) > 1 else None] * len(rows)
+            sums = _sum_units(units, score if is_joint else None)
         return UpdateWeights(
             weights=[weight for weight, rows in zip(weights, units, strict=True) for _ in rows], trajectories=sums
         )
@@ -419,6 +420,16 @@ def _subtract_distance(
 def _replace_advantage(row: ScoredRow, advantage: float) -> ScoredRow:
     advantages = np.where(row.sample.loss_mask, np.float32(advantage), np.float32(0))
     return replace(row, sample=replace(row.sample, advantages=advantages))
+
+
+def _sum_units(units: Sequence[Sequence[ScoredRow]], score: ScoreFn | None) -> list[TrajectorySums | None]:
+    """For each row of units the sums of its trajectory, by logprobs of now if they are scored; None for a whole one."""
+    current = None if score is None else iter(score([row.sample for rows in units for row in rows]))
+    sums: list[TrajectorySums | None] = []
+    for rows in units:
+        of_rows = None if current is None else [next(current) for _ in rows]
+        sums += [_sum_trajectory(rows, of_rows) if len(rows) > 1 else None] * len(rows)
+    return sums
 
 
 def _sum_trajectory(rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs] | None) -> TrajectorySums:
