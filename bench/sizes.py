@@ -156,7 +156,7 @@ class Part:
         restart_peak()
         started = now()
         self.backend.measure()
-        self.say(f"measured in {now() - started:.1f} s, peak {gib():.1f} GiB: {self.backend.pass_memory}")
+        self.say(f"measured in {now() - started:.1f} s, peak {gib():.1f} GiB: {self.backend.passes.memory}")
 
     def step(self, rows: Sequence[TrainingSample]) -> float:
         """Seconds of a step on rows of the weights of now."""
@@ -182,16 +182,16 @@ class Part:
 
     def measure_slope(self) -> None:
         """What an id of a pass really takes, now that gradients and the optimizer's state are there."""
-        size, peaks = self.backend._pass_size, []
+        size, peaks = self.backend.passes.size, []
         for ids in (size // 2, size, *([2 * size] if "twice" in self.words else [])):
-            self.backend._pass_size = ids
+            self.backend.passes.size = ids
             restart_peak()
             before = gib("memory_allocated")
             seconds = self.step(self.rows)
             peaks.append(1024 * (gib() - before))
             self.say(f"passes of {ids} ids: {self.num_ids / seconds:,.0f} ids/s, {peaks[-1]:.0f} MiB over what is kept")
         self.say(f"{(peaks[1] - peaks[0]) / (size - size // 2):.2f} MiB an id")
-        self.backend._pass_size = size
+        self.backend.passes.size = size
 
     def profile(self) -> None:
         """Shares of the kernels of a step of a third of the rows."""

@@ -80,7 +80,7 @@ def test_the_size_of_a_pass_is_measured_and_leaves_no_gradients():
     trainer = make_trainer(Packing.AUTO, pass_size=None)
     policy = trainer.backend.policy
     trainer.backend.measure()
-    found = trainer.backend.pass_memory
+    found = trainer.backend.passes.memory
     assert MIN_PASS_IDS <= found.num_ids <= MAX_PASS_IDS
     assert found.bytes_per_id > 0
     assert all(parameter.grad is None for parameter in policy.parameters())

@@ -34,7 +34,7 @@ def test_the_whole_config_of_an_image_model_and_that_of_its_text_are_told_apart(
     config = LlavaConfig(tie_word_embeddings=False)
     config.text_config.tie_word_embeddings = True
     found = DecoderConfig(config)
-    assert found.is_tied and not found.is_tied_as_whole and not found.is_quantized
+    assert (found.is_tied, found.is_tied_as_whole, found.is_quantized) == (True, False, False)
 
 
 def test_a_field_that_no_family_has_is_none():

@@ -1,4 +1,5 @@
 """The trainer's backend: a model, its reference and its optimizer, on accelerate. It knows rows, but no objective.
+Passes over rows are made in `passes.py`.
 
     logprobs(rows)                    of the policy, or of its reference
     forward_backward(rows, loss)      adds to the gradients; any number of times, each with its own rows and loss
@@ -11,25 +12,21 @@ Every process passes its own rows to the same calls, and the gradients are those
 
 from __future__ import annotations
 
-import gc
-import logging
 import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from unbroken.errors import CheckpointError, InvalidInputError, InvariantError, TrainingError, missing_extra
 from unbroken.images.processor import ImageProcessor
-from unbroken.routing import ReplayCounts, Routers
+from unbroken.routing import Routers
 from unbroken.training.config import (
     LoraUpdates,
     OptimizerConfig,
@@ -40,19 +37,9 @@ from unbroken.training.config import (
 )
 from unbroken.training.model.adapters import BasePolicy, causal_lm, checksum_of_frozen, is_adapted
 from unbroken.training.model.backbone import enable_checkpointing
-from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate, idle_batch
+from unbroken.training.model.batch import ScoredRow, TrajectorySums
 from unbroken.training.model.compilation import compile_blocks
 from unbroken.training.model.images import RowImages
-from unbroken.training.model.lanes import (
-    MAX_COMPILED_PASS_IDS,
-    MAX_PASS_IDS,
-    WIDE,
-    CudaMemory,
-    PassSize,
-    holding_gradients,
-    make_probe_pass,
-    measure_pass_size,
-)
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pretrained import (
     AddFiles,
@@ -62,13 +49,12 @@ from unbroken.training.model.pretrained import (
     gather_form,
     write_pretrained,
 )
-from unbroken.training.model.routing import RoutingStats, balance_loss, check_experts, check_same_experts, count_ids
-from unbroken.training.model.row_scores import RowScores, score_rows
-from unbroken.training.model.scores import Entropy, TokenScores
+from unbroken.training.model.routing import check_experts, check_same_experts
+from unbroken.training.model.row_scores import RowScores
+from unbroken.training.model.scores import Entropy
 from unbroken.training.model.sequence import SequenceGroup, split_lanes
 from unbroken.training.model.sharding import (
     SameRows,
-    adding_gradients,
     average_whole_gradients,
     clip_gradients,
     fail_together,
@@ -82,6 +68,7 @@ from unbroken.training.model.sharding import (
     shard_like,
 )
 from unbroken.training.model.weights import checkpoint_parameters, gather_adapter_weights, gather_weights
+from unbroken.training.passes import LossFn, Passes, PassMaker
 from unbroken.training.state import (
     TrainerState,
     check_trained,
@@ -94,38 +81,8 @@ from unbroken.training.state import (
 from unbroken.types import Logprobs, Numerics, TrainingSample
 from unbroken.weights.sources import WeightStream
 
-_logger = logging.getLogger(__name__)
 T = TypeVar("T")
 StatsT = TypeVar("StatsT")
-LossFn: TypeAlias = Callable[[TokenScores, Batch], tuple[torch.Tensor, StatsT]]
-"""From the policy at the N loss tokens of one forward pass, and the rows of the pass, to its part of the loss, a scalar
-with gradient, and whatever the caller wants to know of the pass. Parts add up over passes and processes. N may be 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes(Generic[StatsT]):
-    """The forward passes of one `forward_backward` in one process, before the weights change."""
-
-    stats: tuple[StatsT, ...] = ()
-    """What the loss said of each pass; also of those that a process without rows makes while others have some."""
-    rows: tuple[int, ...] = ()
-    """The numbers of the rows, in the order of the passes."""
-    logprobs: tuple[Logprobs, ...] = ()
-    """Of the loss tokens of each row, in this order."""
-    num_padding: int = 0
-    num_shared: int = 0
-    """Ids of rows that another row of their pass has in common with them."""
-    router_loss: float | None = None
-    """Of the rows of all processes, without its weight; None without `TrainerConfig.router_loss_weight`."""
-    routing: RoutingStats = field(default_factory=RoutingStats)
-
-
-class _MemoryIsOut(Exception):  # noqa: N818
-    """A process ran out of memory in a pass, and all of them can begin again with smaller ones."""
-
-    def __init__(self, *, longest: int) -> None:
-        super().__init__(longest)
-        self.longest = longest
 
 
 class TrainerBackend:
@@ -145,15 +102,9 @@ class TrainerBackend:
         self.num_updates = 0
         """Updates of the weights, in all steps."""
         self._config = config
-        self._pass_size = config.tokens_per_micro_batch
-        self.pass_memory: PassSize | None = None
-        """What `measure` found, on a GPU without `TrainerConfig.tokens_per_micro_batch`."""
-        self._fits = False
-        """Whether passes of this size were made before."""
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
         self._routers = self._find_routers(model)
-        if config.gradient_checkpointing or (self._routers is not None and causal_lm(model).is_gradient_checkpointing):
-            enable_checkpointing(causal_lm(model), routers=self._routers)
+        self._let_checkpoint(model)
         policy = self._logprobs_of(model, self._routers)
         reshard(policy)
         self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -174,6 +125,9 @@ class TrainerBackend:
         self._wrapped, self.optimizer = (policy, prepared) if self.is_sharded else prepared
         self.policy: PolicyLogprobs = accelerator.unwrap_model(self._wrapped)
         """Without what the accelerator wraps it in."""
+        self.passes = PassMaker(
+            self._wrapped, config, accelerator, images=self._images, routers=self._routers, same_rows=self._same_rows
+        )
         self._writers: torch.distributed.ProcessGroup | None = None
         """Of all processes, for the threads that write checkpoints; made with the first one."""
         self._prepare_passes()
@@ -188,7 +142,7 @@ class TrainerBackend:
     @property
     def makes_passes_together(self) -> bool:
         """Whether several processes make each forward pass together, also those of `logprobs`."""
-        return self.is_sharded or not self._same_rows.is_alone
+        return self.passes.is_together
 
     @property
     def has_reference(self) -> bool:
@@ -220,7 +174,8 @@ class TrainerBackend:
             for policy in (self.policy, self._reference):
                 if isinstance(policy, PolicyLogprobs):
                     policy.allow_trees()
-        self._pass_size = self._pass_size or self._choose_pass_size()
+        # The optimizer makes its averages with its first update; those that it has are not free now.
+        self.passes.measure(0 if self.optimizer.state else count_state_bytes(self.policy, self._config.optimizer))
 
     def check_rows(self, samples: Sequence[TrainingSample]) -> None:
         """Check that each row can be scored.
@@ -243,13 +198,7 @@ class TrainerBackend:
                     f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
                     f"{samples[0].temperature}: the rows of one call must share one temperature"
                 )
-            kept = 0 if sample.kept_ids is None else sample.kept_ids.token_ids.max(initial=0)
-            if (largest := max(sample.token_ids.max(), kept)) >= self.vocab_size:
-                name = "kept_ids" if sample.token_ids.max() < largest else "token_ids"
-                raise InvalidInputError(
-                    f"{row}.{name} contains {largest}, and the model's vocabulary ends at {self.vocab_size - 1}: is "
-                    "this the model that sampled?"
-                )
+            self._check_ids(sample, row)
             if sample.sampled_mask[0]:
                 raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
             if self._images is not None:
@@ -257,18 +206,27 @@ class TrainerBackend:
         if self._routers is not None:
             check_experts(samples, self._routers)
 
+    def _check_ids(self, sample: TrainingSample, row: str) -> None:
+        kept = 0 if sample.kept_ids is None else sample.kept_ids.token_ids.max(initial=0)
+        if (largest := max(sample.token_ids.max(), kept)) >= self.vocab_size:
+            name = "kept_ids" if sample.token_ids.max() < largest else "token_ids"
+            raise InvalidInputError(
+                f"{row}.{name} contains {largest}, and the model's vocabulary ends at {self.vocab_size - 1}: is this "
+                "the model that sampled?"
+            )
+
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
-        return [scores.logprobs for scores in self._score(self.policy, samples)]
+        return [scores.logprobs for scores in self.passes.score(self.policy, samples)]
 
     def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """As `logprobs`, under the reference."""
         assert self._reference is not None, "asked for only if `has_reference`"
-        return [scores.logprobs for scores in self._score(self._reference, samples)]
+        return [scores.logprobs for scores in self.passes.score(self._reference, samples)]
 
     def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
         """The logprob, the entropy and the rank of each sampled id under the current weights."""
-        return self._score(self.policy, samples, entropy=Entropy.RANKED)
+        return self.passes.score(self.policy, samples, entropy=Entropy.RANKED)
 
     def forward_backward(
         self,
@@ -281,110 +239,10 @@ class TrainerBackend:
         backward: bool = True,
     ) -> Passes[StatsT]:
         """Add the gradient of the loss of these rows to that of the calls since the last update; without `backward`,
-        compute the loss alone.
-
-        `weights` and `trajectories` have one entry per row, for `Batch.weights_N` and `Batch.trajectories`; `entropy`
-        says what `TokenScores` has for the loss. The balance of routers is that of the rows of one call.
-
-        Every process makes the same number of passes, idle ones once its rows are used up, because DDP and FSDP
-        communicate in each of them. If no process has rows, there are none. Processes that compute the same rows
-        (`ParallelConfig.num_same_rows`) share theirs first; the first one counts what all of them compute.
+        compute the loss alone (`PassMaker.forward_backward`).
         """
-        if self._same_rows.is_alone:
-            with torch.set_grad_enabled(backward):
-                return self._make_passes(rows, loss, weights, trajectories, entropy)
-        each = list(zip(rows, weights, trajectories or [None] * len(rows), strict=True))
-        shared, mine = self._same_rows.share(each)
-        parts: tuple[tuple[Any, ...], ...] = tuple(zip(*shared, strict=True)) or ((), (), ())
-        with torch.set_grad_enabled(backward):
-            passes = self._make_passes(parts[0], loss, parts[1], parts[2] if trajectories else (), entropy)
-        own = [
-            (row - mine.start, of_row) for row, of_row in zip(passes.rows, passes.logprobs, strict=True) if row in mine
-        ]
-        is_counted = self._same_rows.is_first or self._config.parallel.tensor == 1
-        routing = replace(
-            count_ids([row.sample for row in rows]),  # and each replayed experts of its part of the ids
-            num_replayed=passes.routing.num_replayed if is_counted else 0,
-            num_different=passes.routing.num_different if is_counted else 0,
-        )
-        return replace(
-            passes if self._same_rows.is_first else Passes(),
-            routing=routing,
-            rows=tuple(row for row, _ in own),
-            logprobs=tuple(logprobs for _, logprobs in own),
-        )
-
-    def _make_passes(
-        self,
-        rows: Sequence[ScoredRow],
-        loss: LossFn[StatsT],
-        weights: Sequence[float],
-        trajectories: Sequence[TrajectorySums | None],
-        entropy: Entropy,
-    ) -> Passes[StatsT]:
-        """Make the passes of `forward_backward`, with fewer ids each while memory runs out."""
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        has_gradients = torch.is_grad_enabled() and any(parameter.grad is not None for parameter in trained)
-        temperature = rows[0].sample.temperature if rows else 1.0
-        add_pass = partial(self._add_pass, loss=loss, temperature=temperature, entropy=entropy)
-        while True:
-            try:
-                passes = self._try_passes(rows, add_pass, weights, trajectories)
-                self._fits = True
-                return passes
-            except _MemoryIsOut as error:
-                longest = error.longest
-            if has_gradients:
-                raise self._out_of_memory("gradients of earlier calls since the last update would be lost")
-            if torch.is_grad_enabled():
-                for parameter in trained:
-                    parameter.grad = None
-            self._halve_passes(longest)
-
-    def _try_passes(
-        self,
-        rows: Sequence[ScoredRow],
-        add_pass: Callable[..., tuple[StatsT, torch.Tensor]],
-        weights: Sequence[float],
-        trajectories: Sequence[TrajectorySums | None],
-    ) -> Passes[StatsT]:
-        """Add the gradients of all passes.
-
-        Raises:
-            _MemoryIsOut: in all processes, if one ran out of memory; some gradients are added.
-        """
-        device, counts_choices = self.accelerator.device, self._config.router_loss_weight > 0
-        planned = self.policy.plan_rows([row.sample.token_ids for row in rows], self._pass_size or MAX_PASS_IDS)
-        num_passes = max(gather_object([len(planned)]))
-        if num_passes == 0:
-            return Passes()
-        batches = [
-            collate(
-                [[rows[i] for i in lane] for lane in each.lanes],
-                [weights[i] for i in each.rows],
-                device,
-                trajectories=[trajectories[i] for i in each.rows] if trajectories else (),
-                routers=self._routers,
-                as_tree=each.is_tree,
-                counts_choices=counts_choices,
-            )
-            for each in planned
-        ]
-        num_padding = sum(batch.num_padding for batch in batches)
-        num_shared = sum(batch.num_shared for batch in batches)
-        batches += [idle_batch(device)] * (num_passes - len(batches))
-        choices_2E = self._count_choices(batches) if counts_choices else None
-        self._take_routing_counts()  # of what was scored before
-        longest = max((len(row.sample.token_ids) for row in rows), default=0)
-        stats, logprobs = self._accumulate(batches, partial(add_pass, choices_2E=choices_2E), longest)
-        return Passes(
-            stats=stats,
-            rows=tuple(i for each in planned for i in each.rows),
-            logprobs=tuple(logprobs[: len(rows)]),
-            num_padding=num_padding,
-            num_shared=num_shared,
-            router_loss=None if choices_2E is None else float(balance_loss(choices_2E, choices_2E[1])),
-            routing=self._take_routing_counts() + count_ids([row.sample for row in rows]),
+        return self.passes.forward_backward(
+            rows, loss, weights=weights, trajectories=trajectories, entropy=entropy, backward=backward
         )
 
     def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
@@ -574,6 +432,14 @@ class TrainerBackend:
                     each.allow_by_rows()
                     each.check_trees()
 
+    def _let_checkpoint(self, model: Any) -> None:
+        """Compute layers again in the backward pass, if the config says so, or the model does already with routers,
+        which then must choose the replayed experts again.
+        """
+        causal = causal_lm(model)
+        if self._config.gradient_checkpointing or (self._routers is not None and causal.is_gradient_checkpointing):
+            enable_checkpointing(causal, routers=self._routers)
+
     def _find_routers(self, model: Any) -> Routers | None:
         return Routers.find(causal_lm(model)) if self._config.routing_replay else None
 
@@ -603,176 +469,6 @@ class TrainerBackend:
     def _is_as_vllm(self) -> bool:
         """Whether the policy computes with the bits of vLLM, which has no exact numerics but in bfloat16."""
         return self._config.numerics is Numerics.EXACT and self.accelerator.mixed_precision == "bf16"
-
-    def _choose_pass_size(self) -> int:
-        """By what is free on the fullest GPU, now that an engine in this process sleeps, beside gradients and what the
-        optimizer keeps from its first update on.
-        """
-        if self.accelerator.device.type != "cuda":
-            return MAX_PASS_IDS
-        max_ids = MAX_COMPILED_PASS_IDS if self._config.compile else MAX_PASS_IDS
-        with holding_gradients(self.policy):
-            found = measure_pass_size(
-                partial(make_probe_pass, self.policy, self.accelerator),
-                CudaMemory(self.accelerator.device),
-                reserved_bytes=0 if self.optimizer.state else count_state_bytes(self.policy, self._config.optimizer),
-                max_ids=max_ids // 2 if self.policy.hidden_size >= WIDE else max_ids,
-                agree=lambda value: max(self.from_all_processes(value)),
-            )
-        _logger.info("%s", found)
-        self.pass_memory = found
-        return found.num_ids
-
-    def _score(
-        self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample], *, entropy: Entropy = Entropy.NONE
-    ) -> list[RowScores]:
-        if not self._same_rows.is_alone:
-            shared, mine = self._same_rows.share(samples)
-            return self._score_all(policy, shared, entropy)[mine.start : mine.stop]
-        return self._score_all(policy, samples, entropy)
-
-    def _score_all(
-        self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample], entropy: Entropy
-    ) -> list[RowScores]:
-        while True:
-            try:
-                with self.accelerator.autocast():  # as in the policy's own passes, also for a reference
-                    return score_rows(
-                        policy,
-                        samples,
-                        tokens_per_micro_batch=self._pass_size or MAX_PASS_IDS,
-                        images=self._images,
-                        device=self.accelerator.device,
-                        together=self.makes_passes_together,
-                        routers=self._routers,
-                        entropy=entropy,
-                    )
-            except torch.OutOfMemoryError as error:
-                if self.makes_passes_together:
-                    raise self._out_of_memory(
-                        "the processes that share the model or its rows cannot go back"
-                    ) from error
-            self._halve_passes(max(len(sample.token_ids) for sample in samples))
-
-    @torch.no_grad()
-    def _count_choices(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """[2, E] the choices of experts in all passes of one call and all processes (`count_choices`).
-
-        A layer's balance is that of all ids of the call, so its gradient needs them before the first pass.
-        """
-        found = []
-        for batch in batches:
-            with self.accelerator.autocast():
-                without_logprobs = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT), kept=None)
-                found.append(self._run_pass(self.policy, without_logprobs).choices_2E)
-        mine = [choices_2E.cpu() for choices_2E in found if choices_2E is not None]
-        return torch.stack(gather_object(mine)).sum(0).to(self.accelerator.device)
-
-    def _accumulate(
-        self, batches: Sequence[Batch], add_pass: Callable[[Batch], tuple[StatsT, torch.Tensor]], longest: int
-    ) -> tuple[tuple[StatsT, ...], list[Logprobs]]:
-        """Backward through all passes; the last one exchanges gradients. Returns what the loss says of each pass, and
-        the logprobs of each row, also of those of idle passes, which have none. The longest row has `longest` ids.
-
-        Processes that share nothing but gradients ask each other before the last pass whether memory was enough for
-        the others. The first time, that is an idle pass more, because a process that fails while gradients are
-        exchanged lets the others wait. Rows are planned longest first: later passes need no more than the first.
-        """
-        is_alone = self.accelerator.num_processes == 1
-        if not (is_alone or self._fits or self.makes_passes_together):
-            batches = [*batches, idle_batch(self.accelerator.device)]
-        found, has_failed = [], False
-        try:
-            with self.accelerator.no_sync(self._wrapped):
-                for batch in batches if is_alone else batches[:-1]:
-                    found.append(add_pass(batch))
-        except torch.OutOfMemoryError as error:
-            if self.makes_passes_together:
-                raise self._out_of_memory("the processes that share the model or its rows cannot go back") from error
-            has_failed = True
-        if not self.makes_passes_together and any(failed := self.from_all_processes(has_failed and longest)):
-            raise _MemoryIsOut(longest=max(failed))
-        if not is_alone:
-            try:
-                found.append(add_pass(batches[-1]))
-            except torch.OutOfMemoryError as error:
-                raise self._out_of_memory("the other processes wait for its gradients") from error
-        stats, logprobs = zip(*found, strict=True)
-        ends = np.cumsum([number for batch in batches for number in batch.num_row_tokens])
-        return stats, np.split(torch.cat(logprobs).cpu().numpy(), ends[:-1])
-
-    def _add_pass(
-        self,
-        batch: Batch,
-        *,
-        loss: LossFn[StatsT],
-        temperature: float,
-        entropy: Entropy,
-        choices_2E: torch.Tensor | None,
-    ) -> tuple[StatsT, torch.Tensor]:
-        """Add the gradient of a pass; return what the loss says of it, and the logprobs.
-
-        Gradients are averaged over the processes, while the loss adds up over all of them: so each process multiplies
-        its own by the number of processes, which have other rows, or other ids of them.
-        """
-        with self.accelerator.autocast() if self.is_sharded else nullcontext():  # DDP's model has it by `prepare`
-            scores = self._run_pass(self._wrapped, batch, temperature, entropy)
-        value, of_batch = loss(scores, batch)
-        if choices_2E is not None and scores.choices_2E is not None:
-            balance = balance_loss(choices_2E, scores.choices_2E[1])
-            value = value + self._config.router_loss_weight * balance
-        parallel = self._config.parallel
-        with adding_gradients(self.policy.parameters()) if parallel.tensor > 1 else nullcontext():
-            if torch.is_grad_enabled():
-                self.accelerator.backward(value * (self.accelerator.num_processes // parallel.tensor))
-        return of_batch, scores.logprobs_N.detach()
-
-    def _halve_passes(self, longest: int) -> None:
-        """Halve the pass size after a process ran out of memory, whose longest row has `longest` ids.
-
-        Raises:
-            TrainingError: that row had its own pass already.
-        """
-        size = self._pass_size or MAX_PASS_IDS
-        if longest >= size:
-            raise TrainingError(
-                f"a row of {longest:,} ids needs more memory than is free, alone in its pass: set "
-                "trainer.gradient_checkpointing, or bound the rows (rollouts.sampling.max_tokens, rollouts.limits)"
-            )
-        self._pass_size = size // 2
-        gc.collect()
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
-        _logger.warning(
-            "a pass of %d ids ran out of memory: passes have at most %d from now on. "
-            "trainer.tokens_per_micro_batch = %d makes a run begin so",
-            size,
-            size // 2,
-            size // 2,
-        )
-
-    def _out_of_memory(self, reason: str) -> TrainingError:
-        size = self._pass_size or MAX_PASS_IDS
-        return TrainingError(
-            f"process {self.accelerator.process_index} ran out of memory in a pass of at most {size:,} ids, and "
-            f"{reason}: set trainer.tokens_per_micro_batch to {size // 2} or trainer.gradient_checkpointing to true"
-        )
-
-    def _run_pass(
-        self, policy: Any, batch: Batch, temperature: float = 1.0, entropy: Entropy = Entropy.NONE
-    ) -> TokenScores:
-        pixels = None
-        if self._images is not None:
-            pixels = self._images.inputs(batch.images, batch.token_ids_BT.shape, self.accelerator.device)
-        given = (batch.position_ids_BT, entropy, batch.experts_BTLK, batch.tree, batch.counted_BT, batch.kept)
-        inputs = (batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, *given, batch.targets)
-        scores: TokenScores = policy(*inputs)
-        return scores
-
-    def _take_routing_counts(self) -> RoutingStats:
-        """What was replayed in the passes since the last call."""
-        counts = ReplayCounts() if self._routers is None else self._routers.take_counts()
-        return RoutingStats(num_replayed=counts.num_replayed, num_different=counts.num_different)
 
 
 def make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:

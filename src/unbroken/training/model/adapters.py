@@ -77,26 +77,27 @@ def check_adapters(model: Any) -> None:
                 "peft.get_peft_model(model, config) instead"
             )
         return
-    from peft import PeftType
-
     for name in model.active_adapters:
-        config = model.peft_config[name]
-        if config.peft_type != PeftType.LORA:
-            raise InvalidInputError(f"adapter {name!r} must be a LoRA, got {config.peft_type.value}")
-        for option in ("alora_invocation_tokens", "target_parameters", "trainable_token_indices"):
-            if getattr(config, option):
-                raise InvalidInputError(
-                    f"adapter {name!r} must not have LoraConfig.{option}: how it merges is untested"
-                )
-        if config.lora_dropout > 0:
-            raise InvalidInputError(
-                f"adapter {name!r} must have LoraConfig.lora_dropout 0, got {config.lora_dropout}: its logprobs would "
-                "not be those of the policy that sampled"
-            )
+        _check_lora(name, model.peft_config[name])
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise InvalidInputError(f"{name} is {parameter.dtype}: adapters of a quantised base do not merge exactly")
     _check_tied(causal_lm(model))
+
+
+def _check_lora(name: str, config: Any) -> None:
+    from peft import PeftType
+
+    if config.peft_type != PeftType.LORA:
+        raise InvalidInputError(f"adapter {name!r} must be a LoRA, got {config.peft_type.value}")
+    for option in ("alora_invocation_tokens", "target_parameters", "trainable_token_indices"):
+        if getattr(config, option):
+            raise InvalidInputError(f"adapter {name!r} must not have LoraConfig.{option}: how it merges is untested")
+    if config.lora_dropout > 0:
+        raise InvalidInputError(
+            f"adapter {name!r} must have LoraConfig.lora_dropout 0, got {config.lora_dropout}: its logprobs would "
+            "not be those of the policy that sampled"
+        )
 
 
 def check_base(model: Any) -> None:
@@ -345,18 +346,7 @@ def check_adapter_alone(model: Any) -> None:
     if len(model.active_adapters) != 1:
         raise InvalidInputError(f"the model must have one active adapter {rule}, got {list(model.active_adapters)}")
     (active,) = model.active_adapters
-    config = model.peft_config[active]
-    for option, plain in _PLAIN.items():
-        if (value := getattr(config, option)) != plain:
-            raise InvalidInputError(
-                f"adapter {active!r} must have LoraConfig.{option} {plain!r} {rule}, got {value!r}: an engine adds B A "
-                "to a weight and nothing else. Publish merged weights"
-            )
-    if config.init_lora_weights not in _UNCHANGED_BASE:
-        raise InvalidInputError(
-            f"adapter {active!r} must not change the base {rule}, and LoraConfig.init_lora_weights "
-            f"{config.init_lora_weights!r} changes its weights, which engines do not get: publish merged weights"
-        )
+    _check_adds_alone(active, model.peft_config[active], rule)
     parts = {f"{name}.{part}.{active}.weight" for name, _ in _adapted_layers(model) for part in ("lora_A", "lora_B")}
     for name, parameter in causal_lm(model).named_parameters():
         if parameter.requires_grad and strip_wrappers(name) not in parts:
@@ -364,6 +354,21 @@ def check_adapter_alone(model: Any) -> None:
                 f"{name} must not be trained {rule}: engines get the matrices of linear layers alone. Publish merged "
                 "weights"
             )
+
+
+def _check_adds_alone(name: str, config: Any, rule: str) -> None:
+    """Refuse an adapter that does more than add B A to weights, which is all that an engine does."""
+    for option, plain in _PLAIN.items():
+        if (value := getattr(config, option)) != plain:
+            raise InvalidInputError(
+                f"adapter {name!r} must have LoraConfig.{option} {plain!r} {rule}, got {value!r}: an engine adds B A "
+                "to a weight and nothing else. Publish merged weights"
+            )
+    if config.init_lora_weights not in _UNCHANGED_BASE:
+        raise InvalidInputError(
+            f"adapter {name!r} must not change the base {rule}, and LoraConfig.init_lora_weights "
+            f"{config.init_lora_weights!r} changes its weights, which engines do not get: publish merged weights"
+        )
 
 
 def gather_adapter(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tensor]]:

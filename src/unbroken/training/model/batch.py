@@ -11,9 +11,10 @@ enters the loss. Worked example, two rows:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -138,39 +139,68 @@ def collate(
     `trajectories`, unless it is empty. With `routers`, the experts that rows have are replayed. The rows of one lane
     can be merged `as_tree`. `counts_choices` says whether the choices of experts are counted.
     """
-    rows = [row for lane in lanes for row in lane]
-    samples = [row.sample for row in rows]
-    masks = [sample.loss_mask for sample in samples]
-    counts = [int(mask.sum()) for mask in masks]
-    fed = lay_out([[(row.sample, row.sample.loss_mask) for row in lane] for lane in lanes], device, as_tree=as_tree)
-    counted = [
-        [(row.sample, np.arange(len(row.sample.token_ids)) < len(row.sample.token_ids) - 1) for row in lane]
-        for lane in lanes
-    ]
+    samples = [[row.sample for row in lane] for lane in lanes]
+    rows = list(chain.from_iterable(lanes))
+    fed = lay_out([[(sample, sample.loss_mask) for sample in lane] for lane in samples], device, as_tree=as_tree)
     targets, values = _collate_targets(rows, device)
-    references = [row.reference_logprobs[row.sample.loss_mask] for row in rows if row.reference_logprobs is not None]
     return Batch(
         token_ids_BT=fed.token_ids_BT,
         loss_mask_BT=fed.mask_BT,
         position_ids_BT=fed.position_ids_BT,
-        rollout_logprobs_N=_concatenate([sample.rollout_logprobs[sample.loss_mask] for sample in samples], device),
-        old_logprobs_N=_concatenate([row.old_logprobs[mask] for row, mask in zip(rows, masks, strict=True)], device),
-        advantages_N=_concatenate([sample.advantages[sample.loss_mask] for sample in samples], device),
-        weights_N=_concatenate([np.repeat(np.asarray(token_weights, dtype=np.float32), counts)], device),
-        versions_N=_concatenate([sample.policy_versions[sample.loss_mask] for sample in samples], device),
         num_ids=fed.num_ids,
         tree=fed.tree,
         num_shared=fed.num_shared,
-        num_row_tokens=tuple(counts),
+        num_row_tokens=tuple(row.num_loss_tokens for row in rows),
         trajectories=tuple(trajectories),
-        reference_logprobs_N=_concatenate(references, device) if references else None,
-        images=tuple(sample.images for sample in samples),
-        experts_BTLK=lay_out_experts([[row.sample for row in lane] for lane in lanes], fed.token_ids_BT.shape, routers),
-        counted_BT=lay_out(counted, device).mask_BT if counts_choices else None,
+        images=tuple(row.sample.images for row in rows),
+        experts_BTLK=lay_out_experts(samples, fed.token_ids_BT.shape, routers),
+        counted_BT=_mark_deciding(samples, device) if counts_choices else None,
         kept=fed.kept,
         targets=targets,
         values=values,
+        **_collate_loss_tokens(rows, token_weights, device),
     )
+
+
+class _LossTokens(TypedDict):
+    """Fields of `Batch` with a number for each loss token."""
+
+    rollout_logprobs_N: torch.Tensor
+    old_logprobs_N: torch.Tensor
+    advantages_N: torch.Tensor
+    weights_N: torch.Tensor
+    versions_N: torch.Tensor
+    reference_logprobs_N: torch.Tensor | None
+
+
+def _collate_loss_tokens(
+    rows: Sequence[ScoredRow], token_weights: Sequence[float], device: torch.device
+) -> _LossTokens:
+    counts = [row.num_loss_tokens for row in rows]
+    weights_N = np.repeat(np.asarray(token_weights, dtype=np.float32), counts)
+    references = [row.reference_logprobs for row in rows if row.reference_logprobs is not None]
+
+    def pick(arrays: Iterable[NDArray[Any]]) -> torch.Tensor:
+        """Of one array [T] for each row the numbers of the loss tokens."""
+        picked = [array[row.sample.loss_mask] for array, row in zip(arrays, rows, strict=True)]
+        return _concatenate(picked, device)
+
+    return {
+        "rollout_logprobs_N": pick(row.sample.rollout_logprobs for row in rows),
+        "old_logprobs_N": pick(row.old_logprobs for row in rows),
+        "advantages_N": pick(row.sample.advantages for row in rows),
+        "weights_N": _concatenate([weights_N], device),
+        "versions_N": pick(row.sample.policy_versions for row in rows),
+        "reference_logprobs_N": pick(references) if references else None,
+    }
+
+
+def _mark_deciding(lanes: Sequence[Sequence[TrainingSample]], device: torch.device) -> torch.Tensor:
+    """[B, T] true for all ids but the last of each row, which decides no other and is often not fed."""
+    marked = [
+        [(sample, np.arange(len(sample.token_ids)) < len(sample.token_ids) - 1) for sample in lane] for lane in lanes
+    ]
+    return lay_out(marked, device).mask_BT
 
 
 def _collate_targets(rows: Sequence[ScoredRow], device: torch.device) -> tuple[Targets | None, dict[str, torch.Tensor]]:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from unbroken.training.model.scores import Entropy, KeptTokens
 from unbroken.training.model.tree import Ids, TreeInputs, TreeSizes, merge_rows, pick_nodes, plan_trees
 from unbroken.types import BoolMask, KeptIds, TrainingSample
 
+T = TypeVar("T")
 PADDING_ID = 0
 """Any id will do: no other id attends to it, and it is not in the loss."""
 Pass: TypeAlias = list[list[int]]
@@ -95,6 +96,10 @@ class RowPass:
     def rows(self) -> list[int]:
         """The rows of all lanes, one lane after the other."""
         return [index for lane in self.lanes for index in lane]
+
+    def pick(self, values: Sequence[T]) -> list[list[T]]:
+        """Those of the rows of each lane, of values for all rows."""
+        return [[values[index] for index in lane] for lane in self.lanes]
 
 
 MIN_SHARED = 0.1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -88,12 +88,14 @@ def check_form(model: Any, form: ModelForm) -> None:
     Raises:
         InvalidInputError: `merged` without adapters, or adapters alone would not be the whole of what is trained.
     """
-    if not is_adapted(model):
-        if form.merged:
-            raise InvalidInputError(f"merged must be False for a {type(model).__name__}, which has no adapters")
-        return
-    if form.merged:
-        return
+    if form.merged and not is_adapted(model):
+        raise InvalidInputError(f"merged must be False for a {type(model).__name__}, which has no adapters")
+    if is_adapted(model) and not form.merged:
+        _check_adapter_is_whole(model)
+
+
+def _check_adapter_is_whole(model: Any) -> None:
+    """Refuse to write the adapter alone where it is not all that is trained."""
     if len(model.active_adapters) != 1:
         raise InvalidInputError(
             f"a model must have one active adapter to be written as an adapter, got {list(model.active_adapters)}: "
@@ -158,11 +160,7 @@ def write_pretrained(
 
 def _write_whole(folder: Path, model: Any, weights: Iterable[tuple[str, torch.Tensor]], form: ModelForm) -> None:
     dtype = form.dtype or stored_dtype(model)
-    named_dtype = str(dtype or model.dtype).removeprefix("torch.")
-    config = json.loads(model.config.to_json_string())
-    config = (config if dtype is None else _with_dtype(config, named_dtype)) | {"dtype": named_dtype}
-    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    _write_config(folder, model, dtype)
     # transformers loads the many configs that set a temperature without `do_sample`, and refuses to save them.
     # Only models that can generate have one.
     (getattr(model, "generation_config", None) or GenerationConfig()).to_json_file(folder / _GENERATION_CONFIG)
@@ -174,14 +172,42 @@ def _write_whole(folder: Path, model: Any, weights: Iterable[tuple[str, torch.Te
         files.append(list(held))
         size += sum(tensor.nbytes for tensor in held.values())
         held.clear()  # before the next ones are gathered
+    if len(files) == 1:
+        (folder / "0").rename(folder / "model.safetensors")
+    else:
+        _name_shards(folder, files, size)
+
+
+def _write_config(folder: Path, model: Any, dtype: torch.dtype | None) -> None:
+    named_dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config = json.loads(model.config.to_json_string())
+    config = (config if dtype is None else _with_dtype(config, named_dtype)) | {"dtype": named_dtype}
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _name_shards(folder: Path, files: Sequence[Sequence[str]], size: int) -> None:
+    """Name several files by their number, which is known now, and write which one has each weight."""
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    names = names if len(files) > 1 else ["model.safetensors"]
     for number, name in enumerate(names):
         (folder / str(number)).rename(folder / name)
-    if len(files) > 1:
-        weight_map = {weight: name for name, held in zip(names, files, strict=True) for weight in held}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    weight_map = {weight: name for name, held in zip(names, files, strict=True) for weight in held}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def _list_exact_parts(model: Any, dtype: torch.dtype | None) -> set[str]:
+    """Parts of names of weights that transformers loads in float32; some of them only where others are float16, whose
+    range is too small for them.
+    """
+    parts = {*(model._keep_in_fp32_modules_strict or ())}
+    return parts | {*(model._keep_in_fp32_modules or ())} if dtype is torch.float16 else parts
+
+
+def _find_layer(named: tuple[str, torch.Tensor]) -> str:
+    """The beginning of a weight's name that is its layer's; empty outside of layers."""
+    match = _LAYER.match(named[0])
+    return "" if match is None else match[0]
 
 
 def _name_as_stored(
@@ -192,15 +218,14 @@ def _name_as_stored(
     `keeps` leaves buffers and what transformers loads in float32 in their type.
     """
     buffers = {name for name, _ in gather_buffers(model)}
-    kept = {*(model._keep_in_fp32_modules_strict or ())}
-    kept |= {*(model._keep_in_fp32_modules or ())} if dtype is torch.float16 else set()
+    exact = _list_exact_parts(model, dtype)
     ignored = set(model._keys_to_ignore_on_save or ())
 
     def choose_dtype(name: str) -> torch.dtype | None:
-        in_own = keeps and (name in buffers or any(f".{part}." in f".{name}" for part in kept))
+        in_own = keeps and (name in buffers or any(f".{part}." in f".{name}" for part in exact))
         return None if in_own else dtype
 
-    for _, layer in groupby(weights, lambda named: match[0] if (match := _LAYER.match(named[0])) else ""):
+    for _, layer in groupby(weights, _find_layer):
         state = {name: _to_cpu(tensor, choose_dtype(name)) for name, tensor in layer if name not in ignored}
         yield from revert_weight_conversion(model, state).items()
 

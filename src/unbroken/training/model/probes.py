@@ -163,11 +163,15 @@ def find_difference(policy: Any) -> str | None:
     if found := next((refused for refused, _ in everyone if refused is not None), None):
         return str(found)
     for of_processes in zip(*(parts for _, parts in everyone), strict=True):
-        whole, different = (sum(numbers) for numbers in zip(*of_processes, strict=True))
-        off = (different / whole) ** 0.5 if whole else 0.0
-        if not off <= _get_tolerance(policy):
+        if not (off := _compare_norms(of_processes)) <= _get_tolerance(policy):  # also NaN
             return f"its gradient is off by {off:.2g} of its norm in a tree"
     return None
+
+
+def _compare_norms(of_processes: Sequence[tuple[float, float]]) -> float:
+    """The norm of the difference of a gradient, relative to the gradient's, from the squares of its parts."""
+    whole, different = (sum(numbers) for numbers in zip(*of_processes, strict=True))
+    return (different / whole) ** 0.5 if whole else 0.0
 
 
 def _make_rows(policy: Any) -> list[Ids]:

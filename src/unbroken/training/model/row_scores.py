@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from unbroken.training.model.images import RowImages
 from unbroken.training.model.lanes import lay_out
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.routing import lay_out_experts
-from unbroken.training.model.scores import Entropy
-from unbroken.types import Logprobs, TrainingSample
+from unbroken.training.model.scores import Entropy, TokenScores
+from unbroken.types import BoolMask, Logprobs, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,12 @@ class RowScores:
         """Of a row of which nothing is known yet."""
         nothing = np.full(length, np.nan, dtype=np.float32)
         return cls(logprobs=nothing, entropies=nothing.copy(), ranks=np.zeros(length, dtype=np.int32))
+
+    def fill(self, places: BoolMask, values: Iterable[NDArray[np.generic] | None]) -> None:
+        """Write what a pass found at these places: logprobs, entropies and ranks; None is left as it is."""
+        for array, found in zip((self.logprobs, self.entropies, self.ranks), values, strict=True):
+            if found is not None:
+                array[places] = found
 
 
 @torch.no_grad()
@@ -61,26 +68,33 @@ def score_rows(
     passes = policy.plan_rows([sample.token_ids for sample in samples], tokens_per_micro_batch)
     num_passes = max(gather_object([len(passes)])) if together else len(passes)
     for planned in passes:
-        lanes = [[(samples[i], samples[i].sampled_mask) for i in lane] for lane in planned.lanes]
-        fed = lay_out(lanes, device, as_tree=planned.is_tree)
-        rows = [samples[i] for i in planned.rows]
-        shape = fed.token_ids_BT.shape
+        lanes = planned.pick(samples)
+        fed = lay_out(
+            [[(sample, sample.sampled_mask) for sample in lane] for lane in lanes], device, as_tree=planned.is_tree
+        )
+        rows, shape = list(chain.from_iterable(lanes)), fed.token_ids_BT.shape
         pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
-        experts = lay_out_experts([[samples[i] for i in lane] for lane in planned.lanes], shape, routers)
-        given = (fed.position_ids_BT, entropy, experts, fed.tree, None, fed.kept)
+        given = (fed.position_ids_BT, entropy, lay_out_experts(lanes, shape, routers), fed.tree, None, fed.kept)
         scores = policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, *given)
-        ends = np.cumsum([row.sampled_mask.sum() for row in rows])
-        of_rows = [_split(values_N, ends) for values_N in scores[:3]]
-        for k, i in enumerate(planned.rows):
-            for array, of_row in zip((out[i].logprobs, out[i].entropies, out[i].ranks), of_rows, strict=True):
-                if of_row is not None:
-                    array[samples[i].sampled_mask] = of_row[k]
-    idle = idle_batch(device)
-    for _ in range(num_passes - len(passes)):
-        policy(idle.token_ids_BT, idle.loss_mask_BT, 1.0)
+        for i, of_row in zip(planned.rows, _split_by_row(scores, rows), strict=True):
+            out[i].fill(samples[i].sampled_mask, of_row)
+    _make_idle_passes(policy, num_passes - len(passes), device)
     return out
 
 
-def _split(values_N: torch.Tensor | None, ends: NDArray[np.int64]) -> list[NDArray[np.generic]] | None:
-    """The values of each row, if there are any."""
-    return None if values_N is None else np.split(values_N.cpu().numpy(), ends[:-1])
+def _make_idle_passes(policy: PolicyLogprobs | BasePolicy, number: int, device: torch.device) -> None:
+    idle = idle_batch(device)
+    for _ in range(number):
+        policy(idle.token_ids_BT, idle.loss_mask_BT, 1.0)
+
+
+def _split_by_row(
+    scores: TokenScores, rows: Sequence[TrainingSample]
+) -> Iterator[tuple[NDArray[np.generic] | None, ...]]:
+    """Logprobs, entropies and ranks of each row; None where they were not asked for."""
+    ends = np.cumsum([row.sampled_mask.sum() for row in rows])
+    nothing: list[NDArray[np.generic] | None] = [None] * len(rows)
+    return zip(
+        *(nothing if values_N is None else np.split(values_N.cpu().numpy(), ends[:-1]) for values_N in scores[:3]),
+        strict=True,
+    )

@@ -35,6 +35,10 @@ from unbroken.training.model.sequence import find_bad_heads
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
+_SPLITTING = ("tensor", "expert")
+"""The kinds of `ParallelConfig` by which processes compute parts of the same layers."""
+_SHARING_ROWS = (*_SPLITTING, "sequence")
+"""Those by which they compute the same rows."""
 _FIRST_WITH_ALL = Version("5.23")
 """The first version of transformers with replicas of shards (HSDP), and experts by all-to-all."""
 
@@ -127,43 +131,29 @@ def check_sharding(accelerator: Accelerator, model: Any, config: TrainerConfig) 
 
 
 def _check_features(model: Any, config: TrainerConfig) -> None:
-    parallel = config.parallel
+    """Refuse what was not made for these ways to share a model: each with the kinds of `ParallelConfig` that exclude
+    it, of which the first in use is named, and why.
+    """
     adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
-    splits = "tensor" if parallel.tensor > 1 else "expert" if parallel.expert > 1 else None
-    shares_rows = splits or ("sequence" if parallel.sequence > 1 else None)
-    any_kind = "fsdp" if parallel.fsdp > 1 else "tensor"
-    refused = {
-        "a vision tower": (
-            has_tower(model) and shares_rows is not None,
-            shares_rows,
-            "its parts are those of trainer.parallel.fsdp and .replicate",
-        ),
-        "a vision tower with shards of its own": (
-            has_tower(model) and _has_shards_beside_text(causal_lm(model)),
-            "fsdp",
-            "it would be gathered by processes with images only",
-        ),
-        "a LoRA with DoRA": (
-            any("lora_magnitude_vector" in name for name in adapters),
-            any_kind,
-            "it needs the norms of whole matrices",
-        ),
-        "LoRA": (bool(adapters) and parallel.tensor > 1, "tensor", "adapters are of whole matrices"),
-        "trainer.compile": (config.compile and splits is not None, splits, "compiled layers have no exchange"),
-        "trainer.router_loss_weight": (
-            config.router_loss_weight > 0 and splits is not None,
-            splits,
-            "choices of experts are counted by process",
-        ),
-        "trainer.reference_sync": (
-            config.reference_sync is not None and splits is not None,
-            splits,
-            "parts of the reference are not updated",
-        ),
-    }
-    for name, (is_refused, kind, reason) in refused.items():
-        if is_refused:
-            raise InvalidInputError(f"{name} must be left out with trainer.parallel.{kind} above 1: {reason}")
+    has_dora = any("lora_magnitude_vector" in name for name in adapters)
+    has_own_shards = has_tower(model) and _has_shards_beside_text(causal_lm(model))
+    features = (
+        ("a vision tower", has_tower(model), _SHARING_ROWS,
+         "its parts are those of trainer.parallel.fsdp and .replicate"),
+        ("a vision tower with shards of its own", has_own_shards, ("fsdp",),
+         "it would be gathered by processes with images only"),
+        ("a LoRA with DoRA", has_dora, ("fsdp", *_SPLITTING), "it needs the norms of whole matrices"),
+        ("LoRA", bool(adapters), ("tensor",), "adapters are of whole matrices"),
+        ("trainer.compile", config.compile, _SPLITTING, "compiled layers have no exchange"),
+        ("trainer.router_loss_weight", config.router_loss_weight > 0, _SPLITTING,
+         "choices of experts are counted by process"),
+        ("trainer.reference_sync", config.reference_sync is not None, _SPLITTING,
+         "parts of the reference are not updated"),
+    )  # fmt: skip
+    for name, is_used, kinds, reason in features:
+        used = [kind for kind in kinds if getattr(config.parallel, kind) > 1]
+        if is_used and used:
+            raise InvalidInputError(f"{name} must be left out with trainer.parallel.{used[0]} above 1: {reason}")
 
 
 def _has_shards_beside_text(model: Any) -> bool:
