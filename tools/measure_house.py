@@ -32,9 +32,9 @@ class Bound(NamedTuple):
 BOUNDS = {
     "public names (classes and functions of modules)": Bound(1890, 1700),
     "settings of `unbroken train`": Bound(245, 160),
-    "functions of complexity above 15": Bound(54, 20),
-    "functions of complexity above 10": Bound(222, 130),
-    "getattr with a default": Bound(119, 60),
+    "functions of complexity above 15": Bound(44, 20),
+    "functions of complexity above 10": Bound(197, 130),
+    "getattr with a default": Bound(66, 60),
     "walk, command line to optimizer: functions": Bound(59, 36),
     "walk, command line to optimizer: files": Bound(25, 14),
     "walk, request of an agent: functions": Bound(32, 24),
