@@ -24,7 +24,7 @@ gradient of its own r. The formulas are those of the API's pages on losses; the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +48,9 @@ _MAX_CELLS = 2**24
 """Most values of all tensors of a request, which may be sparse."""
 _MAX_FIELDS = 2**20
 """Most fields of all messages in a body: an empty message has 2 bytes on the wire, and 50 once it is parsed."""
+_VARINT, _DELIMITED = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+"""Wire types of protobuf, and what the values of the fixed ones have."""
 _LOWEST = -1e4
 """Lower than a softmax of any model's logits gives; a square of much less overflows in float32."""
 _DTYPES = {number: name.removeprefix("DTYPE_").lower() for name, number in messages.DType.items()}
@@ -109,25 +112,33 @@ def count_fields(body: bytes, kind: Descriptor, *, most: int) -> int:
     """
     count, waiting = 0, [(0, len(body), kind)]
     while waiting and count <= most:
-        place, stop, kind = waiting.pop()
+        start, stop, kind = waiting.pop()
         known = {field.number: field for field in kind.fields}
-        while place < stop and count <= most:
+        for number, place, length in _find_fields(body, start, stop):
             count += 1
-            tag, place = _read_varint(body, place)
-            wire = tag & 7
-            if wire == 2:
-                length, place = _read_varint(body, place)
-                field = known.get(tag >> 3)
-                if field is not None and field.message_type is not None:
+            field = known.get(number)
+            if length is not None and field is not None:
+                if field.message_type is not None:
                     waiting.append((place, min(place + length, stop), field.message_type))
-                elif field is not None and field.type not in (field.TYPE_BYTES, field.TYPE_STRING):
+                elif field.type not in (field.TYPE_BYTES, field.TYPE_STRING):
                     count += length
-                place += length
-            elif wire == 0:
-                _, place = _read_varint(body, place)
-            else:
-                place += {1: 8, 5: 4}.get(wire, 0)
+            if count > most:
+                break
     return count
+
+
+def _find_fields(body: bytes, place: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
+    """The fields of a message: the number, where the value begins, and its length in bytes; None for a number's."""
+    while place < stop:
+        tag, place = _read_varint(body, place)
+        length: int | None = None
+        wire = tag & 7
+        if wire == _DELIMITED:
+            length, place = _read_varint(body, place)
+        yield tag >> 3, place, length
+        if wire == _VARINT:
+            _, place = _read_varint(body, place)
+        place += _FIXED_BYTES.get(wire, length or 0)
 
 
 def _read_varint(body: bytes, place: int) -> tuple[int, int]:
@@ -146,15 +157,8 @@ def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context
     """Read the data of `forward_backward`; `InvalidInputError`, which names the datum, for what is wrong."""
     if not message.data:
         raise InvalidInputError("data must have at least one datum, got none")
-    num_cells, found = 0, []
-    for index, given in enumerate(message.data):  # before any sparse tensor becomes dense
-        for name, shape in ((name, list(tensor.shape)) for name, tensor in given.loss_fn_inputs.items()):
-            if len(shape) > 2 or min(shape, default=0) < 0 or max(shape[1:], default=1) > vocab_size:
-                rule = f"a shape [T], or [T, K] with K at most {vocab_size} (the vocabulary)"
-                raise InvalidInputError(f"data[{index}]: loss_fn_inputs[{name!r}] must have {rule}, got {shape[:9]}")
-            num_cells += math.prod(shape)
-    if num_cells > _MAX_CELLS:
-        raise InvalidInputError(f"loss_fn_inputs of all data must have at most {_MAX_CELLS} values, got {num_cells}")
+    _check_size(message.data, vocab_size)
+    found = []
     for index, given in enumerate(message.data):
         try:
             found.append(_read_datum(given, vocab_size, context_length))
@@ -163,14 +167,22 @@ def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context
     return found
 
 
+def _check_size(data: Sequence[messages.Datum], vocab_size: int) -> None:
+    """Raise for shapes that no loss takes, and for too many values, before any sparse tensor becomes dense."""
+    num_cells = 0
+    for index, given in enumerate(data):
+        for name, tensor in given.loss_fn_inputs.items():
+            shape = list(tensor.shape)
+            if len(shape) > 2 or min(shape, default=0) < 0 or max(shape[1:], default=1) > vocab_size:
+                rule = f"a shape [T], or [T, K] with K at most {vocab_size} (the vocabulary)"
+                raise InvalidInputError(f"data[{index}]: loss_fn_inputs[{name!r}] must have {rule}, got {shape[:9]}")
+            num_cells += math.prod(shape)
+    if num_cells > _MAX_CELLS:
+        raise InvalidInputError(f"loss_fn_inputs of all data must have at most {_MAX_CELLS} values, got {num_cells}")
+
+
 def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> Datum:
-    parts = []
-    for number, chunk in enumerate(given.model_input):
-        name, kind = f"model_input.chunks[{number}]", chunk.WhichOneof("chunk")
-        if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
-            raise InvalidInputError(f"{name} must be ids (encoded_text) of 4 bytes, got {kind}: training data are text")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
-    input_ids = np.concatenate([np.zeros(0, np.int32), *parts])
+    input_ids = _read_input_ids(given)
     if not 1 <= len(input_ids) <= context_length:
         raise InvalidInputError(f"model_input must have 1 to {context_length} ids (the context), got {len(input_ids)}")
     check_vocabulary(input_ids, vocab_size=vocab_size, name="model_input")
@@ -194,6 +206,16 @@ def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> 
         input_claims=tuple(map(_read_claim, given.model_input_spans)),
         target_claims=tuple(map(_read_claim, given.loss_fn_input_spans)),
     )
+
+
+def _read_input_ids(given: messages.Datum) -> TokenIds:
+    parts = []
+    for number, chunk in enumerate(given.model_input):
+        name, kind = f"model_input.chunks[{number}]", chunk.WhichOneof("chunk")
+        if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
+            raise InvalidInputError(f"{name} must be ids (encoded_text) of 4 bytes, got {kind}: training data are text")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
+    return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
 def _read_tensor(tensor: messages.Tensor, field: str) -> NDArray[Any]:
@@ -300,53 +322,79 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Setti
     if name not in LOSSES:
         raise InvalidInputError(f"loss_fn must be one of {', '.join(LOSSES)}, got {name!r}")
     loss = LOSSES[name]
-    settings = dict(loss.settings)
-    for key, value in config.items():
-        if key not in settings:
-            known = ", ".join(settings) or "none"
-            raise InvalidInputError(f"loss_fn_config of {name} has the settings {known}, got {key!r}")
-        if isinstance(value, str) or not math.isfinite(value) or value < 0:
-            raise InvalidInputError(f"loss_fn_config.{key} must be a finite number >= 0, got {value!r}")
-        settings[key] = float(value)
+    settings = {**loss.settings, **{key: _read_setting(loss, key, value) for key, value in config.items()}}
     if LOW in settings and settings[LOW] > settings[HIGH]:
         raise InvalidInputError(f"loss_fn_config.{LOW} must be at most {HIGH}, got {settings[LOW]} > {settings[HIGH]}")
     return loss, settings
 
 
+def _read_setting(loss: Loss, key: str, value: float | str) -> float:
+    if key not in loss.settings:
+        known = ", ".join(loss.settings) or "none"
+        raise InvalidInputError(f"loss_fn_config of {loss.name} has the settings {known}, got {key!r}")
+    if isinstance(value, str) or not math.isfinite(value) or value < 0:
+        raise InvalidInputError(f"loss_fn_config.{key} must be a finite number >= 0, got {value!r}")
+    return float(value)
+
+
 def check_datum(datum: Datum, loss: Loss, where: str) -> NDArray[np.int64]:
     """Return the targets of a datum; `InvalidInputError`, which names the datum, unless it has what the loss needs."""
-    fields, inputs, name = f"{where}.loss_fn_inputs", datum.inputs, loss.name
+    fields = f"{where}.loss_fn_inputs"
     if datum.targets is None:
         raise InvalidInputError(f"{fields}.target_tokens must be given, got none")
     shape = datum.targets.shape
-    if len(shape) != 1 and (name != "cross_entropy" or 0 in shape):
+    if len(shape) != 1 and (loss.name != "cross_entropy" or 0 in shape):
         rule = "the shape [T], or [T, K] with cross_entropy"
-        raise InvalidInputError(f"{fields}.target_tokens must have {rule}, got {list(shape)} with {name}")
+        raise InvalidInputError(f"{fields}.target_tokens must have {rule}, got {list(shape)} with {loss.name}")
+    _check_given(datum.inputs, loss, where)
+    for key, values in datum.inputs.items():
+        _check_input(key, values, shape, loss, fields)
+    _check_logprobs(datum, loss, fields)
+    _check_ratios(datum.inputs, fields)
+    return datum.targets
+
+
+def _check_given(inputs: Mapping[str, NDArray[Any]], loss: Loss, where: str) -> None:
+    """Raise unless a datum has all inputs that a loss needs."""
     for key in loss.needs:
-        if key == SAMPLED and key not in inputs:
-            rule = f"provenance spans with {name}, which trains sampled ids alone"
+        if key in inputs:
+            continue
+        if key == SAMPLED:
+            rule = f"provenance spans with {loss.name}, which trains sampled ids alone"
             raise InvalidInputError(f"{where} must have {rule}: attach them by Datum.with_provenance")
-        if key not in inputs:
-            raise InvalidInputError(f"{fields}.{key} must be given with {name}, got {', '.join(inputs) or 'none'}")
-    for key, values in inputs.items():
-        if key not in (*loss.needs, *loss.takes):
-            known = ", ".join(("target_tokens", *loss.needs, *loss.takes))
-            raise InvalidInputError(f"{fields} of {name} may be {known}, got {key!r}")
-        if values.shape != shape:
-            rule = f"the shape of target_tokens, {list(shape)}"
-            raise InvalidInputError(f"{fields}.{key} must have {rule}, got {list(values.shape)}")
-    given = inputs.get("logprobs", np.zeros(0))
-    is_low = (given < _LOWEST) & find_used(datum, loss) if len(given) else given < _LOWEST
+        given = ", ".join(inputs) or "none"
+        raise InvalidInputError(f"{where}.loss_fn_inputs.{key} must be given with {loss.name}, got {given}")
+
+
+def _check_input(key: str, values: NDArray[Any], shape: tuple[int, ...], loss: Loss, fields: str) -> None:
+    """Raise unless a loss takes an input of this name, and of this shape."""
+    if key not in (*loss.needs, *loss.takes):
+        known = ", ".join(("target_tokens", *loss.needs, *loss.takes))
+        raise InvalidInputError(f"{fields} of {loss.name} may be {known}, got {key!r}")
+    if values.shape != shape:
+        rule = f"the shape of target_tokens, {list(shape)}"
+        raise InvalidInputError(f"{fields}.{key} must have {rule}, got {list(values.shape)}")
+
+
+def _check_logprobs(datum: Datum, loss: Loss, fields: str) -> None:
+    """Raise unless the logprobs of the sampling are at most 0, and not so low that a ratio to them overflows."""
+    given = datum.inputs.get("logprobs")
+    if given is None or not len(given):
+        return
+    is_low = (given < _LOWEST) & find_used(datum, loss)
     if (wrong := (given > 0) | is_low).any():
         place = int(np.flatnonzero(wrong)[0])
         rule = f"lie in [{_LOWEST:g}, 0] where the loss depends on it" if is_low[place] else "be at most 0"
         raise InvalidInputError(f"{fields}.logprobs[{place}] must {rule}, got {given[place]}")
+
+
+def _check_ratios(inputs: Mapping[str, NDArray[Any]], fields: str) -> None:
+    """Raise for a ratio of no positions, and for bounds that exclude each other."""
     mask = inputs.get("sequence_ratio_mask")
     if mask is not None and inputs["advantages"].any() and not mask.any():
         raise InvalidInputError(f"{fields}.sequence_ratio_mask must mark a position where advantages are not 0")
     if {LOW, HIGH} <= inputs.keys() and (inputs[LOW] > inputs[HIGH]).any():
         raise InvalidInputError(f"{fields}.{LOW} must be at most {HIGH} at every position")
-    return datum.targets
 
 
 def find_used(datum: Datum, loss: Loss) -> NDArray[np.bool_]:
