@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from unbroken.engines.base import Engine, PausableEngine, ScoringEngine, UpdatableEngine
 from unbroken.errors import ContextOverflowError, EngineError, IncompleteWeightsError, InvalidInputError, SamplingError
-from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
+from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, Numerics, SampleRequest, TokenIds, is_real, is_whole
 from unbroken.weights.sources import WeightSource
 
 
@@ -148,6 +148,11 @@ def check_not_paused(paused: bool) -> None:
     """Raise `EngineError` if an engine that is to sleep is paused: its requests would never finish."""
     if paused:
         raise EngineError("a paused engine does not sleep: resume it, and its requests can finish first")
+
+
+def describe_numerics(engine: Engine) -> tuple[Numerics, int]:
+    """How an engine computes logprobs, and over how many GPUs it cuts its sums: fast, on one, if it does not say."""
+    return getattr(engine, "numerics", Numerics.FAST), getattr(engine, "tensor_parallel_size", 1)
 
 
 def require_scoring(engine: Engine) -> ScoringEngine:

@@ -79,6 +79,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add("workers", type=int, metavar="NUMBER")
     _add_session_fields(parser)
     add_app_arguments(parser)
+    parser.set_defaults(weights_dir=None, versions_from=None)  # `unbroken serve` alone has weights to load
 
 
 def add_session_arguments(parser: argparse.ArgumentParser) -> None:

@@ -174,8 +174,8 @@ def read_app_options(
         any_model_name=arguments.any_model_name,
         hosts=tuple(_check_host_name(text) for text in arguments.allow_host),
         image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
-        weights_dir=getattr(arguments, "weights_dir", None),
-        versions_from=getattr(arguments, "versions_from", None),
+        weights_dir=arguments.weights_dir,
+        versions_from=arguments.versions_from,
         limits=limits,
     )
     return {

@@ -343,7 +343,7 @@ class HttpServer(uvicorn.Server):
         now, before = time.monotonic(), self._waiting
         self._waiting = {}
         for connection in self.server_state.connections:
-            cycle = getattr(connection, "cycle", None)
+            cycle = getattr(connection, "cycle", None)  # the protocols of uvicorn that have no requests have none
             if cycle is None or cycle.response_complete:
                 known, since = before.get(connection, (cycle, now))
                 since = since if known is cycle else now

@@ -201,10 +201,10 @@ class TinkerApi:
 
     async def _begin_model(self, owner: str, body: types.CreateModelRequest | types.LoadWeightsRequest) -> Promise:
         """Make a model, of the base model or of a checkpoint; the promise of before, if the call comes again."""
-        session, checkpoint = self._get_session(body.session_id, owner), None
+        session, checkpoint, restores_optimizer = self._get_session(body.session_id, owner), None, False
         if isinstance(body, types.LoadWeightsRequest):
             checkpoint = await self._find(self._store.find_checkpoint, body.path, owner)
-            lora = checkpoint.lora
+            lora, restores_optimizer = checkpoint.lora, body.optimizer
         else:
             lora = body.lora_config.model_dump() if body.lora_config and body.lora_config.rank else None
         self._check_base(body.base_model, needed=checkpoint is None)
@@ -215,14 +215,18 @@ class TinkerApi:
         model_id = f"{session.session_id}:train:{body.model_seq_id or 0}"
         if await promises.find(f"{model_id}:0"):
             return await promises.start(f"{model_id}:0", "create_model", content)
+        self._check_room(owner)
+        facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
+        session.runs[model_id] = run = TrainingRun(facts, owner=owner, promises=promises)
+        work = partial(self._create, session, run, checkpoint, restores_optimizer)
+        return await run.submit(0, "create_model", work, content)
+
+    def _check_room(self, owner: str) -> None:
+        """Raise `HttpError` if a key trains as many models as it may."""
         number = sum(len(each.runs) for each in self._sessions.values() if each.owner == owner)
         if number >= (most := self._options.tinker_max_models):
             rule = f"this key trains {number} models, and may train {most} at a time (--tinker-max-models)"
             raise HttpError(400, f"{rule}: close another client")
-        facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
-        session.runs[model_id] = run = TrainingRun(facts, owner=owner, promises=promises)
-        work = partial(self._create, session, run, checkpoint, getattr(body, "optimizer", False))
-        return await run.submit(0, "create_model", work, content)
 
     async def _create(
         self, session: TinkerSession, run: TrainingRun, checkpoint: Checkpoint | None, optimizer: bool
@@ -335,10 +339,15 @@ class TinkerApi:
 
     async def save_weights(self, run: TrainingRun, body: types.SaveWeightsRequest) -> Made:
         """Save a model with its optimizer, so that training can go on from there."""
-        return await self._save(run, "weights", body)
+        return await self._save(run, "weights", body, overwrites=body.overwrite)
 
     async def _save(
-        self, run: TrainingRun, kind: str, body: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
+        self,
+        run: TrainingRun,
+        kind: str,
+        body: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest,
+        *,
+        overwrites: bool = False,
     ) -> Made:
         """Save a model in its own folder: one that is replaced is whole until the new one's row is written."""
         name = f"{body.seq_id:06}" if body.path is None else body.path
@@ -349,7 +358,7 @@ class TinkerApi:
             raise InvalidInputError(f"ttl_seconds must lie in [1, {_MAX_TTL_S}], got {body.ttl_seconds}")
         path = f"tinker://{run.model_id}/{kind}/{name}"
         known = await self._in_store(self._store.find_checkpoint, path, owner=run.owner)
-        if known is not None and not getattr(body, "overwrite", False):
+        if known is not None and not overwrites:
             raise InvalidInputError(f"{path} is there already: give another name, or to save_state overwrite=True")
         checkpoint = Checkpoint(
             path=path,

@@ -32,6 +32,7 @@ import numpy as np
 import peft
 import torch
 from accelerate import Accelerator
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from tinker.types import AdamParams, LoraConfig
 from torch import nn
@@ -117,11 +118,10 @@ class Models:
             self._backend = self._open(_load_model(self._source, self._dtype or torch.float32))
         else:
             lora, adapter = self._add_adapter(lora)
-        trained = {name: each for name, each in self._get_model().named_parameters() if each.requires_grad}
         self._models[model_id] = _Model(
             adapter=adapter,
             lora=lora,
-            parameters={name.replace(f".{adapter}.", ".") if adapter else name: trained[name] for name in trained},
+            parameters=_name_trained(self._get_model(), adapter),
             optimizer=make_optimizer(self._get_backend().policy, self._config.optimizer, self._accelerator.device),
         )
         return lora
@@ -217,6 +217,19 @@ class Models:
         """
         model, _ = self._activate(model_id)
         state = _read_state(folder)
+        self._check_fits(model, state, folder)
+        if optimizer and not (folder / _OPTIMIZER).exists():
+            raise CheckpointError(f"{folder} was saved without the optimizer's state: load its weights alone")
+        stored = self._read_weights(model, folder)
+        averages = load_file(folder / _OPTIMIZER) if optimizer else {}
+        for name, parameter in model.parameters.items():  # nothing is refused from here on
+            parameter.copy_(stored[name])
+            parameter.grad = None
+        _set_averages(model, averages)
+        model.num_steps = int(state["num_steps"]) if optimizer else 0
+
+    def _check_fits(self, model: _Model, state: Mapping[str, Any], folder: Path) -> None:
+        """Raise `CheckpointError` unless a saved model is of the kind and the base of this one."""
         saved = None if state["lora"] is None else LoraConfig(**{**state["lora"], "seed": None})
         if saved != (None if model.lora is None else model.lora.model_copy(update={"seed": None})):
             rule = "the lora_config of the model (None: all its weights are trained), seed aside"
@@ -225,8 +238,9 @@ class Models:
             found = f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of"
             rule = "it must be loaded on the base, and in the type, that it was trained on"
             raise CheckpointError(f"{found} {self._source} have {self._base!r}: {rule}")
-        if optimizer and not (folder / _OPTIMIZER).exists():
-            raise CheckpointError(f"{folder} was saved without the optimizer's state: load its weights alone")
+
+    def _read_weights(self, model: _Model, folder: Path) -> Mapping[str, torch.Tensor]:
+        """The trained weights of a saved model, which have the names and shapes of the model's."""
         stored: Mapping[str, torch.Tensor] = (
             dict(_load_model(str(folder), causal_lm(self._get_model()).dtype).named_parameters())
             if model.lora is None
@@ -235,18 +249,7 @@ class Models:
         shapes = [{(name, tensor.shape) for name, tensor in each.items()} for each in (model.parameters, stored)]
         if different := sorted(shapes[0] ^ shapes[1]):
             raise CheckpointError(f"{folder} must have the weights of this model, and differs in {different[0][0]}")
-        averages = load_file(folder / _OPTIMIZER) if optimizer else {}
-        for name, parameter in model.parameters.items():
-            parameter.copy_(stored[name])
-            parameter.grad = None
-        of_parameters = {
-            number: {key: averages[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            for number, name in enumerate(model.parameters)
-            if f"{name}.step" in averages
-        }
-        groups = model.optimizer.state_dict()["param_groups"]
-        model.optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
-        model.num_steps = int(state["num_steps"]) if optimizer else 0
+        return stored
 
     def _activate(self, model_id: str) -> tuple[_Model, TrainerBackend]:
         """Let the backend compute with a model, and train it alone."""
@@ -273,19 +276,9 @@ class Models:
 
     def _add_adapter(self, lora: LoraConfig) -> tuple[LoraConfig, str]:
         """Add an adapter and make it active; what it trains, and its name."""
-        if not 1 <= lora.rank <= MAX_RANK:
-            raise InvalidInputError(f"lora_config.rank must be in [1, {MAX_RANK}], got {lora.rank}")
-        if not 0 <= (lora.seed or 0) < 2**63:
-            raise InvalidInputError(f"lora_config.seed must be in [0, 2^63), got {lora.seed}")
-        if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
-            raise InvalidInputError("lora_config must train mlp, attn or unembed, got False for all three")
-        if is_new := self._backend is None:
-            is_rounded = self._accelerator.mixed_precision == "bf16"
-            base = _load_model(self._source, self._dtype or (torch.bfloat16 if is_rounded else torch.float32))
-            base.requires_grad_(False).to(self._accelerator.device)
-            self._base = checksum_of_frozen(base)
-        else:
-            base = self._get_model().base_model.model
+        _check_lora(lora)
+        is_new = self._backend is None
+        base = self._load_base() if is_new else self._get_model().base_model.model
         lora, modules = find_modules(base, lora)
         name = f"m{self._num_created}"
         self._num_created += 1
@@ -300,6 +293,14 @@ class Models:
         fuse_adapters(self._get_model())
         _draw_first_weights(self._get_model(), secrets.randbits(63) if lora.seed is None else lora.seed)
         return lora, name
+
+    def _load_base(self) -> Any:
+        """The frozen weights below adapters."""
+        is_rounded = self._accelerator.mixed_precision == "bf16"
+        base = _load_model(self._source, self._dtype or (torch.bfloat16 if is_rounded else torch.float32))
+        base.requires_grad_(False).to(self._accelerator.device)
+        self._base = checksum_of_frozen(base)
+        return base
 
 
 class TrainerProcess:
@@ -344,6 +345,32 @@ def _serve_models(pipe: Connection, source: str | Path, device: str) -> None:
             pipe.send(answer)
 
 
+def _name_trained(model: Any, adapter: str) -> dict[str, nn.Parameter]:
+    """The trained parameters by their names in saved files, which do not have the adapter's."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return {name.replace(f".{adapter}.", "."): each for name, each in trained.items()} if adapter else trained
+
+
+def _set_averages(model: _Model, averages: Mapping[str, torch.Tensor]) -> None:
+    """Give a model's Adam the averages of a file; of parameters that the file does not name they begin anew."""
+    of_parameters = {
+        number: {key: averages[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        for number, name in enumerate(model.parameters)
+        if f"{name}.step" in averages
+    }
+    groups = model.optimizer.state_dict()["param_groups"]
+    model.optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    if not 1 <= lora.rank <= MAX_RANK:
+        raise InvalidInputError(f"lora_config.rank must be in [1, {MAX_RANK}], got {lora.rank}")
+    if not 0 <= (lora.seed or 0) < 2**63:
+        raise InvalidInputError(f"lora_config.seed must be in [0, 2^63), got {lora.seed}")
+    if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+        raise InvalidInputError("lora_config must train mlp, attn or unembed, got False for all three")
+
+
 @torch.no_grad()
 def _draw_first_weights(model: Any, seed: int) -> None:
     """Draw A of the active adapter anew, in PEFT's way, but by a generator that no other thread draws from; B is 0."""
@@ -356,33 +383,45 @@ def _draw_first_weights(model: Any, seed: int) -> None:
 
 def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
     """The linear layers of a base that an adapter is for, by their whole names, and what of the config is trained."""
-    found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
-    for path, module in model.named_modules():
-        if not _may_adapt(path, module):
-            continue
-        kind = "train_unembed" if module is model.get_output_embeddings() else _find_part(path)
-        if kind is not None:
-            found[kind].append(path)
-    if model.config.get_text_config().tie_word_embeddings:
-        found["train_unembed"] = []
-        if lora.train_attn or lora.train_mlp:
-            lora = lora.model_copy(update={"train_unembed": False})
-    if any("expert" in path and weight.dim() == 3 for path, weight in model.named_parameters()):
-        found["train_mlp"] = []
-    for kind, modules in found.items():
-        if getattr(lora, kind) and not modules:
+    found = _find_layers(model)
+    if _has_tied_head(model) and (lora.train_attn or lora.train_mlp):
+        # The SDK asks for all three parts unless it is told otherwise: a tied head is refused only where it is alone.
+        lora = lora.model_copy(update={"train_unembed": False})
+    asked = [kind for kind in found if getattr(lora, kind)]
+    for kind in asked:
+        if not found[kind]:
             raise InvalidInputError(
                 f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers there that "
                 "an adapter could change: experts in one tensor and a head tied to embeddings are not such layers"
             )
-    return lora, [path for kind, modules in found.items() if getattr(lora, kind) for path in modules]
+    return lora, [path for kind in asked for path in found[kind]]
+
+
+def _has_tied_head(model: Any) -> bool:
+    return bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def _find_layers(model: Any) -> dict[str, list[str]]:
+    """The linear layers of each part of a base that an adapter could change, by the names of the parts' settings."""
+    found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        kind = "train_unembed" if module is head else _find_part(path)
+        if kind is not None and _may_adapt(path, module):
+            found[kind].append(path)
+    if _has_tied_head(model):
+        found["train_unembed"] = []
+    if any("expert" in path and weight.dim() == 3 for path, weight in model.named_parameters()):
+        found["train_mlp"] = []
+    return found
 
 
 def _may_adapt(path: str, module: nn.Module) -> bool:
     """Whether a module is a linear layer of the base: no router, and no part of an adapter that is there already."""
-    is_linear = isinstance(getattr(module, "base_layer", module), nn.Linear)
+    layer = module.base_layer if isinstance(module, BaseTunerLayer) else module
     is_router = path.endswith((".gate", ".router", ".shared_expert_gate"))
-    return is_linear and not is_router and not any(part in path for part in (".base_layer", ".lora_A.", ".lora_B."))
+    is_part = any(part in path for part in (".base_layer", ".lora_A.", ".lora_B."))
+    return isinstance(layer, nn.Linear) and not is_router and not is_part
 
 
 def _find_part(path: str) -> str | None:

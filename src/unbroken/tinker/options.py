@@ -102,6 +102,6 @@ def read_tinker_options(arguments: argparse.Namespace) -> TinkerOptions | None:
         return None
     weights = "it changes the weights itself"
     for name, why in {"versions_from": weights, "weights_dir": weights, "sessions": "start a server for each"}.items():
-        if getattr(arguments, name, None) is not None:
+        if getattr(arguments, name) is not None:
             raise InvalidInputError(f"--tinker must not be given together with {option_name(name)}: {why}")
     return TinkerOptions(**{name: getattr(arguments, name) for name in TinkerOptions.__slots__})

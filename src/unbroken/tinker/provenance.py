@@ -166,10 +166,8 @@ class ProvenanceCheck:
             if targets is not None:
                 self._check_distribution(span, sequence, is_used=used is None or bool(used[span.place].any()))
                 self._metrics.add("proven", datum.inputs.get("logprobs"), sequence, span.place, span.source)
-        if targets is None:
-            counts["unproven"] += num_positions
-        if used is not None:
-            counts["unsampled_trained"] += int((used & (sampled == 0)).sum())
+        counts["unproven"] += num_positions if targets is None else 0
+        counts["unsampled_trained"] += 0 if used is None else int((used & (sampled == 0)).sum())
         return {"logprobs": logprobs, SAMPLED: sampled}
 
     def _get_targets(self, where: str, datum: Datum) -> NDArray[np.int64] | None:

@@ -21,7 +21,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from unbroken.engines.base import Engine, UpdatableEngine, stream_request
-from unbroken.engines.checks import check_vocabulary, require_scoring
+from unbroken.engines.checks import check_vocabulary, describe_numerics, require_scoring
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.images.lru_cache import LruCache
 from unbroken.server.context import ServerContext
@@ -32,7 +32,6 @@ from unbroken.tinker.store import Checkpoint
 from unbroken.types import (
     FinishReason,
     InFlight,
-    Numerics,
     SampleChunk,
     SampledSequence,
     SampleRequest,
@@ -181,8 +180,7 @@ class SwitchedEngine:
         self.context_length, self.vocab_size = self._engine.context_length, self._engine.vocab_size
         self.takes_images = self._engine.takes_images
         self.takes_structured_output = self._engine.takes_structured_output
-        self.numerics = getattr(self._engine, "numerics", Numerics.FAST)
-        self.tensor_parallel_size = getattr(self._engine, "tensor_parallel_size", 1)
+        self.numerics, self.tensor_parallel_size = describe_numerics(self._engine)
         self.check_health, self.abort, self.close = self._engine.check_health, self._engine.abort, self._engine.close
         self.pause, self.resume = self._engine.pause, self._engine.resume
         self.reset_prefix_cache = self._engine.reset_prefix_cache
@@ -319,6 +317,7 @@ async def _score(
     answer, ids = messages.SampleResponse(), prompt.token_ids
     logprobs = np.full(len(ids), np.nan, np.float32)
     if len(ids) > 1 and (body.prompt_logprobs or targets is not None):
+        # The logprob of an id that was not sampled is found among those of all ids.
         num_tops = engine.vocab_size if targets is not None else body.topk_prompt_logprobs
         scored = await require_scoring(engine).score(ids, images=prompt.images, num_top_logprobs=num_tops)
         first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
@@ -326,14 +325,19 @@ async def _score(
         if (tops := scored.top_logprobs) is not None and body.topk_prompt_logprobs:
             _write_tops(answer.topk_prompt_logprobs, tops, number=body.topk_prompt_logprobs, num_empty=first)
         if tops is not None and targets is not None:
-            by_id, tensor = np.empty_like(tops.logprobs), answer.target_prompt_logprobs
-            np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
-            picked = np.where(targets < 0, 0, np.take_along_axis(by_id, np.maximum(targets, 0), axis=1))
-            tensor.dtype, tensor.dense = messages.DTYPE_FLOAT32, picked.astype(np.float32).tobytes()
-            tensor.shape.extend(picked.shape)
+            _write_targets(answer.target_prompt_logprobs, tops, targets)
     if body.prompt_logprobs:
         answer.prompt_logprobs = logprobs.tobytes()
     return answer
+
+
+def _write_targets(tensor: messages.Tensor, tops: TopLogprobs, targets: np.ndarray) -> None:
+    """Write the logprobs of targets [T - 1, K], 0 for -1; `tops` have those of the whole vocabulary."""
+    by_id = np.empty_like(tops.logprobs)
+    np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
+    picked = np.where(targets < 0, 0, np.take_along_axis(by_id, np.maximum(targets, 0), axis=1))
+    tensor.dtype, tensor.dense = messages.DTYPE_FLOAT32, picked.astype(np.float32).tobytes()
+    tensor.shape.extend(picked.shape)
 
 
 async def _read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIntake) -> RequestPrompt:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 from pydantic import ConfigDict
 
+from unbroken.engines.checks import describe_numerics
 from unbroken.images.loader import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.server.context import ServerContext, get_context
@@ -19,7 +20,7 @@ from unbroken.server.texts import check_conversation, check_length
 from unbroken.server.wire.conversation import Tools
 from unbroken.server.wire.fields import CHAT
 from unbroken.server.wire.images import format_spans
-from unbroken.types import ImageSpan, Numerics, TokenIds
+from unbroken.types import ImageSpan, TokenIds
 
 router = Routes(Access.CLIENT)
 
@@ -125,6 +126,7 @@ async def model(model_id: str, request: Request) -> Response:
 
 
 def _list_models(context: ServerContext) -> list[dict[str, Any]]:
+    numerics, tensor_parallel_size = describe_numerics(context.service.engine)
     own = {
         "id": context.config.model_name,
         "object": "model",
@@ -133,8 +135,8 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "max_model_len": context.service.engine.context_length,
         "vocab_size": context.service.engine.vocab_size,
         "takes_images": context.images.takes_images,
-        "numerics": getattr(context.service.engine, "numerics", Numerics.FAST),
-        "tensor_parallel_size": getattr(context.service.engine, "tensor_parallel_size", 1),
+        "numerics": numerics,
+        "tensor_parallel_size": tensor_parallel_size,
     }
     return [own, *({**own, "id": name, "parent": own["id"]} for name in context.policies.adapters)]
 
