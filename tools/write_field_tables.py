@@ -8,12 +8,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from unbroken.server.http.ignored import DEFAULTS
 from unbroken.server.routes.chat import ChatBody
 from unbroken.server.routes.completions import CompletionBody
 from unbroken.server.routes.token_generate import TokenGenerateBody, TokenSampling
 from unbroken.server.wire import fields
 from unbroken.server.wire.anthropic import MessagesBody
-from unbroken.server.wire.fields import DEFAULTS, Fields
+from unbroken.server.wire.fields import Fields
 from unbroken.server.wire.gemini import ContentPart, ContentsBody, GenerationConfig
 from unbroken.server.wire.responses import ResponsesBody
 

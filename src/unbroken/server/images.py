@@ -251,30 +251,34 @@ class ImageIntake:
     async def _place(
         self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str, count: PixelCount
     ) -> RequestPrompt:
-        if not sources and (self._inputs is None or sources is not None or not np.any(ids == self.placeholder_id)):
+        if not sources and not self._lacks_images(ids, sources):
             return RequestPrompt(token_ids=ids)
         inputs, sources = self._require_inputs(name), sources or ()
-        given = [source for source in sources if isinstance(source, ClientSpan)]
-        if given and len(given) != len(sources):
-            raise ImageError(f"{name} must be all spans or all images, got {len(given)} spans of {len(sources)}")
-        wanted = [source.source if isinstance(source, ClientSpan) else source for source in sources]
-
-        places = [f"{name}[{k}]" for k in range(len(wanted))]
-        images = await self._run_each(
-            partial(inputs.loader.load, source, name=place) for source, place in zip(wanted, places, strict=True)
-        )
+        places = [f"{name}[{k}]" for k in range(len(sources))]
+        if spans := [source for source in sources if isinstance(source, ClientSpan)]:
+            if len(spans) != len(sources):
+                raise ImageError(f"{name} must be all spans or all images, got {len(spans)} spans of {len(sources)}")
+            images = await self._load([span.source for span in spans], places)
+            await self._expand(images, [span.settings for span in spans], places, count)
+            checked = map(partial(self._check_span, ids), spans, images, places)
+            return RequestPrompt(token_ids=ids, images=tuple(checked))
+        images = await self._load(sources, places)
         if images:
-            await self._expand(images, [one.settings for one in given] or [settings] * len(images), places, count)
-        if given:
-            spans = [
-                self._check_span(ids, span, image, f"{name}[{k}]")
-                for k, (span, image) in enumerate(zip(given, images, strict=True))
-            ]
-            return RequestPrompt(token_ids=ids, images=tuple(spans))
+            await self._expand(images, [settings] * len(images), places, count)
         placed, found = await self._run_in_thread(
             lambda: expand_placeholders(ids, images, inputs.processor, settings=settings, name=name)
         )
         return RequestPrompt(token_ids=placed, images=found)
+
+    def _lacks_images(self, ids: TokenIds, sources: Sequence[Any] | None) -> bool:
+        """Whether a prompt without images has a placeholder of one: an error, unless [] says that it is text."""
+        return self._inputs is not None and sources is None and bool(np.any(ids == self.placeholder_id))
+
+    async def _load(self, sources: Sequence[Any], names: Sequence[str]) -> Sequence[EncodedImage]:
+        loader = self._require_inputs(names[0] if names else "images").loader
+        return await self._run_each(
+            partial(loader.load, source, name=name) for source, name in zip(sources, names, strict=True)
+        )
 
     async def _expand(
         self, images: Sequence[EncodedImage], settings: Sequence[str], names: Sequence[str], count: PixelCount

@@ -11,6 +11,7 @@ import json
 import logging
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -111,46 +112,67 @@ def to_http_error(error: Exception) -> HttpError:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """How errors of one kind are answered."""
+
+    kind: type[Exception]
+    status: int
+    code: str | None = None
+    message: str = "{}"
+    """`{}` is what the error says."""
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
+
+
+_RULES = (
+    _Rule(kind=ContextOverflowError, status=400, code="context_length_exceeded"),
+    _Rule(kind=UnknownPolicyError, status=404, code="model_not_found", param="model"),
+    _Rule(kind=ImageError, status=400, code="invalid_image"),
+    _Rule(kind=EchoError, status=500, code="echo_mismatch"),
+    _Rule(kind=WeightsError, status=400, code="bad_weights"),
+    _Rule(kind=InvalidInputError, status=400),
+    _Rule(kind=TemplateError, status=400),
+    _Rule(
+        kind=RecursionError,
+        status=400,
+        message="the body is nested too deeply: at most a few hundred levels are allowed",
+    ),
+    _Rule(kind=IncompleteWeightsError, status=503, code="weights_incomplete"),
+    _Rule(kind=EngineError, status=503, code="engine_error", message="the engine cannot answer: {}"),
+    _Rule(kind=UnknownSessionError, status=404, code="session_not_found"),
+    _Rule(kind=NotOwnerError, status=503, code="session_elsewhere", headers={"Retry-After": "1"}),
+    _Rule(kind=StoreError, status=503, code="store_error", message="sessions cannot be stored: {}"),
+    _Rule(
+        kind=TimeoutError,
+        status=504,
+        message="the request took longer than the server's request_timeout_s and was aborted",
+    ),
+    _Rule(
+        kind=Exception,
+        status=500,
+        code="internal_error",
+        message="the server failed on this request; its log says why",
+    ),
+)
+"""The first that fits counts: a special kind stands before the one that it is of."""
+
+
 def _choose_status(error: Exception) -> HttpError:
     match error:
         case HttpError():
             return error
-        case ContextOverflowError():
-            return HttpError(400, str(error), code="context_length_exceeded")
-        case UnknownPolicyError():
-            return HttpError(404, str(error), param="model", code="model_not_found")
         case UnknownImageError():
             return HttpError(400, str(error), code="unknown_image", details={"sha256": error.sha256[:64]})
-        case ImageError():
-            return HttpError(400, str(error), code="invalid_image")
-        case EchoError():
-            return HttpError(500, str(error), code="echo_mismatch")
-        case WeightsError():
-            return HttpError(400, str(error), code="bad_weights")
-        case InvalidInputError() | TemplateError():
-            return HttpError(400, str(error))
         case RequestValidationError() | ValidationError():
             return field_error(error)
-        case RecursionError():
-            return HttpError(400, "the body is nested too deeply: at most a few hundred levels are allowed")
-        case IncompleteWeightsError():
-            return HttpError(503, str(error), code="weights_incomplete")
-        case EngineError():
-            return HttpError(503, f"the engine cannot answer: {error}", code="engine_error")
-        case UnknownSessionError():
-            return HttpError(404, str(error), code="session_not_found")
         case SessionEndedError():
             return HttpError(409, str(error), code=f"session_{error.status}")
-        case NotOwnerError():
-            return HttpError(503, str(error), code="session_elsewhere", headers={"Retry-After": "1"})
-        case StoreError():
-            return HttpError(503, f"sessions cannot be stored: {error}", code="store_error")
-        case TimeoutError():
-            return HttpError(504, "the request took longer than the server's request_timeout_s and was aborted")
         case HTTPException():
             return HttpError(error.status_code, str(error.detail), headers=error.headers)
-        case _:
-            return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
+    rule = next(rule for rule in _RULES if isinstance(error, rule.kind))
+    message = rule.message.replace("{}", str(error))
+    return HttpError(rule.status, message, param=rule.param, code=rule.code, headers=rule.headers)
 
 
 def error_object(error: HttpError, *, path: str = "") -> dict[str, Any]:
@@ -218,22 +240,25 @@ def check_size(value: Any, *, name: str, most: int = 2**16) -> str:
 def field_error(error: RequestValidationError | ValidationError, *, within: str = "") -> HttpError:
     """The error for the first invalid field (inside the field `within`), with its rule and value."""
     detail = error.errors()[0]
+    if detail["type"] == "json_invalid":
+        reason = detail.get("ctx", {}).get("error", "")
+        return HttpError(400, f"the body must be JSON in UTF-8: {reason}")
     place = detail["loc"][1:] if isinstance(error, RequestValidationError) else detail["loc"]
     parts = [within, *(str(part) for part in place if not is_form_tag(part))]
     path = ".".join(part for part in parts if part)
+    return HttpError(400, f"{path or 'the body'} {_word_rule(detail)}", param=path or None)
+
+
+def _word_rule(detail: Mapping[str, Any]) -> str:
+    """What a field must be, and what it is."""
     match detail["type"]:
-        case "json_invalid":
-            reason = detail.get("ctx", {}).get("error", "")
-            return HttpError(400, f"the body must be JSON in UTF-8: {reason}")
         case "missing":
-            rule = "is required"
+            return "is required"
         case "extra_forbidden":
-            rule = f"is not a known field, got {shorten(detail['input'])}"
+            return f"is not a known field, got {shorten(detail['input'])}"
         case "type":
-            rule = detail["msg"]
-        case _:
-            rule = f"{_reword(detail['msg'])}, got {shorten(detail['input'])}"
-    return HttpError(400, f"{path or 'the body'} {rule}", param=path or None)
+            return str(detail["msg"])
+    return f"{_reword(detail['msg'])}, got {shorten(detail['input'])}"
 
 
 _SHORT = reprlib.Repr()

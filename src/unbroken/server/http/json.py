@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from unbroken import compact
 from unbroken.errors import InvalidInputError
+from unbroken.server.http.ignored import find_ignored, list_models
 from unbroken.types.arrays import MAX_DEPTH, is_deep
 from unbroken.untrusted import MAX_VALUES, count_opened, count_values
 
@@ -69,6 +70,7 @@ class OrjsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Make the handler, which reads bodies by orjson."""
         handle = super().get_route_handler()
+        models = [model for field in self.dependant.body_params for model in list_models(field.field_info.annotation)]
 
         async def handle_with_orjson(request: Request) -> Response:
             scope = request.scope
@@ -76,7 +78,10 @@ class OrjsonRoute(APIRoute):
                 scope[_IS_COMPACT] = True  # and FastAPI reads bodies of JSON only
                 others = [pair for pair in scope["headers"] if pair[0] != _TYPE]
                 scope["headers"] = [*others, (_TYPE, b"application/json")]
-            response = await handle(_OrjsonRequest(scope, request.receive))
+            parsed = _OrjsonRequest(scope, request.receive)
+            response = await handle(parsed)
+            if models:
+                note_ignored(request, find_ignored(parsed.value, models))
             if names := request.scope.get(_IGNORED):
                 response.headers[IGNORED_HEADER] = ", ".join(_escape_name(name) for name in names)
             return response
@@ -85,35 +90,40 @@ class OrjsonRoute(APIRoute):
 
 
 class _OrjsonRequest(Request):
+    value: Any = None
+    """The body, once it is parsed."""
+
     async def json(self) -> Any:
         """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels and `MAX_VALUES`); None if empty."""
         body = await self.body()
-        is_compact = bool(body and self.scope.get(_IS_COMPACT))
-        most = self.app.state.context.config.limits.max_prompts
-        session_id, bodies = self.scope.get(SESSION), self.app.state.context.bodies
-        if session_id is not None and not is_compact:
-            value = bodies.parse(session_id, body, max_values=MAX_VALUES)
-            if value is not None:
-                _check_num_prompts(value, most)
-                return value
-        num_opened = count_opened(body)
-        if count_values(body, num_opened) > MAX_VALUES:
-            raise HTTPException(400, f"the body must have at most {MAX_VALUES} lists, objects and texts, got more")
-        try:
-            if is_compact:
-                value = compact.decode(body, parse=orjson.loads, max_arrays=most)
-            else:
-                value = orjson.loads(body) if body else None
-        except InvalidInputError as error:
-            raise HTTPException(400, str(error)) from None
-        if num_opened > MAX_DEPTH and is_deep(value):
-            raise HTTPException(400, f"the body must be nested in at most {MAX_DEPTH} levels, got more")
-        if is_compact:
-            _check_arrays(value)
-        _check_num_prompts(value, most)
-        if session_id is not None and not is_compact:
-            bodies.learn(session_id, body, value)
-        return value
+        context, session_id = self.app.state.context, self.scope.get(SESSION)
+        max_prompts = context.config.limits.max_prompts
+        if body and self.scope.get(_IS_COMPACT):
+            self.value = _parse(body, lambda: compact.decode(body, parse=orjson.loads, max_arrays=max_prompts))
+            _check_arrays(self.value)
+        elif session_id is None:
+            self.value = _parse(body, lambda: orjson.loads(body) if body else None)
+        else:
+            self.value = context.bodies.parse(session_id, body, max_values=MAX_VALUES)
+            if self.value is None:
+                self.value = _parse(body, lambda: orjson.loads(body) if body else None)
+                context.bodies.learn(session_id, body, self.value)
+        _check_num_prompts(self.value, max_prompts)
+        return self.value
+
+
+def _parse(body: bytes, parse: Callable[[], Any]) -> Any:
+    """Parse a body of bounded size: what is counted before, a parser would make up to fifty times as large."""
+    num_opened = count_opened(body)
+    if count_values(body, num_opened) > MAX_VALUES:
+        raise HTTPException(400, f"the body must have at most {MAX_VALUES} lists, objects and texts, got more")
+    try:
+        value = parse()
+    except InvalidInputError as error:
+        raise HTTPException(400, str(error)) from None
+    if num_opened > MAX_DEPTH and is_deep(value):
+        raise HTTPException(400, f"the body must be nested in at most {MAX_DEPTH} levels, got more")
+    return value
 
 
 def _check_num_prompts(value: Any, most: int) -> None:

@@ -11,26 +11,13 @@ file (`make fields`), and a test compares it with the fields of vLLM and of Open
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from unbroken.messages import REASONING_KEYS
 from unbroken.server.http.errors import HttpError, shorten
-
-_NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""The defaults of most fields."""
-DEFAULTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (None, True)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
-    **dict.fromkeys(("early_stopping", "length_penalty", "stream_interval", "typical_p"), (None, False, 1)),
-    "detail": (None, "auto"),
-    "modalities": (None, ["text"]),
-    "candidateCount": (None, 0, 1),
-    "responseModalities": (None, [], ["TEXT"]),
-}
-"""Of the fields whose default is another value, or for which one of the common values asks for something."""
-_MAX_NAMED = 20
+from unbroken.server.http.ignored import MAX_NAMED, asks_for_something, is_safe_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,62 +36,76 @@ class Fields:
 
         Raises `HttpError` for fields that are refused, with the reason.
         """
-        asked = {name: value for name, value in (given or {}).items() if value not in DEFAULTS.get(name, _NO_EFFECT)}
+        asked = {name: value for name, value in (given or {}).items() if asks_for_something(name, value)}
         if not asked:
             return []
         prefix = f"{place}." if place else ""
+        wrong = self._find_refused(asked)
+        if wrong:
+            named = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({why})" for name, why in wrong.items()]
+            raise _refuse(named, place, param=prefix + next(iter(wrong)))
+        named = [name for name in sorted(asked) if name not in self.returned and is_safe_name(name)]
+        return [f"{prefix}{name}" for name in named][:MAX_NAMED]
+
+    def _find_refused(self, asked: Mapping[str, Any]) -> dict[str, str]:
+        """Why each field that is refused is."""
         refused, ignored = _by_name(self.refused), _by_name(self.ignored)
-        wrong = {
+        return {
             name: refused.get(name, "it is not a known field")
             for name in sorted(asked)
             if name in refused or not (name in ignored or self.ignores_unknown)
         }
-        if wrong:
-            named = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({why})" for name, why in list(wrong.items())[:3]]
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise HttpError(
-                400, f"{place or 'the body'} must not have {', '.join(named)}{more}", param=prefix + next(iter(wrong))
-            )
-        named = [name for name in sorted(asked) if name not in self.returned]
-        return [f"{prefix}{name}" for name in named][:_MAX_NAMED]
+
+
+def _refuse(named: Sequence[str], place: str, *, param: str) -> HttpError:
+    """The error for fields that are refused, of which three are named."""
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return HttpError(400, f"{place or 'the body'} must not have {', '.join(named[:3])}{more}", param=param)
 
 
 _MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
 _PART_KEYS = frozenset({"type", "text", "image", "image_url", "image_pil"})
 _CALL_KEYS = frozenset({"id", "type", "index", "function"})
 """`index` is in the calls of a stream, which clients join and send back."""
+_URL_KEYS = frozenset({"url"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 
 
 def find_unknown_keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys of chat messages, their parts and their calls that are no fields of these, and ask for something."""
     found: dict[str, None] = {}
-
-    def note(given: Any, known: frozenset[str], place: str) -> None:
+    for given, known, place in _list_objects(messages):
         if isinstance(given, Mapping) and not known.issuperset(given):
             found.update((f"{place}.{name}", None) for name in _list_asked(given, known))
+    return list(found)[:MAX_NAMED]
 
+
+def _list_objects(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, frozenset[str], str]]:
+    """The objects in chat messages, each with its fields and its place."""
     for message in messages:
-        note(message, _MESSAGE_KEYS, "messages")
+        yield message, _MESSAGE_KEYS, "messages"
         content, calls = message.get("content"), message.get("tool_calls")
         for part in content if isinstance(content, list) else ():
-            note(part, _PART_KEYS, "messages.content")
+            yield part, _PART_KEYS, "messages.content"
             if isinstance(part, Mapping):
-                note(part.get("image_url"), frozenset({"url"}), "messages.content.image_url")
+                yield part.get("image_url"), _URL_KEYS, "messages.content.image_url"
         for call in calls if isinstance(calls, list) else ():
-            note(call, _CALL_KEYS, "messages.tool_calls")
+            yield call, _CALL_KEYS, "messages.tool_calls"
             if isinstance(call, Mapping):
-                note(call.get("function"), _FUNCTION_KEYS, "messages.tool_calls.function")
-    return list(found)[:_MAX_NAMED]
+                yield call.get("function"), _FUNCTION_KEYS, "messages.tool_calls.function"
 
 
 def list_asked(given: Mapping[str, Any] | None, place: str, known: Set[str] = frozenset()) -> list[str]:
     """The keys of the object `place` in a body that are not `known`, ask for something, and are ignored."""
-    return [f"{place}.{name}" for name in _list_asked(given or {}, known)][:_MAX_NAMED]
+    return [f"{place}.{name}" for name in _list_asked(given or {}, known)][:MAX_NAMED]
 
 
 def _list_asked(given: Mapping[str, Any], known: Set[str]) -> list[str]:
-    return [name for name, value in given.items() if name not in known and value not in DEFAULTS.get(name, _NO_EFFECT)]
+    return [
+        name
+        for name, value in given.items()
+        if name not in known and asks_for_something(name, value) and is_safe_name(name)
+    ]
 
 
 def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:

@@ -463,9 +463,7 @@ class _Reader:
 
     def _read_response(self, place: str, response: FunctionResult) -> None:
         self._check_extra(place, response)
-        call_id = response.id or next(
-            (call["id"] for call in self._open if call["function"]["name"] == response.name), None
-        )
+        call_id = response.id or self._find_open_call(response.name)
         if call_id is None:
             raise HttpError(
                 400,
@@ -476,15 +474,16 @@ class _Reader:
         self.conversation.check_answers(call_id, place=f"{place}.id", call="functionCall")
         self._open = [call for call in self._open if call["id"] != call_id]
         given = response.response or {}
-        key = next(iter(given)) if given.keys() in ({"output"}, {"error"}) else None
-        output: Any = given if key is None else given[key]
-        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-        parts = [{"type": "text", "text": text if given else ""}]
+        parts = [{"type": "text", "text": _read_output(given)}]
         parts += [self._make_image(f"{place}.parts.{k}", part) for k, part in enumerate(response.parts or ())]
         message = {"role": "tool", "tool_call_id": call_id, "content": simplify_parts(parts)}
-        if key == "error":
+        if given.keys() == {"error"}:
             message["is_error"] = True
         self.conversation.messages.append(cast(Message, message))
+
+    def _find_open_call(self, name: str | None) -> str | None:
+        """The id of the first call of a function that has no response yet."""
+        return next((call["id"] for call in self._open if call["function"]["name"] == name), None)
 
     def _make_image(self, place: str, part: ContentPart | ResultImage) -> dict[str, Any]:
         blob, file = part.inline_data, part.file_data
@@ -505,6 +504,16 @@ class _Reader:
         else:
             url, field = data.file_uri, "fileUri"
         return self.conversation.make_image_part(url, place=f"{place}.{name}.{field}")
+
+
+def _read_output(response: Mapping[str, Any]) -> str:
+    """The text of a function's response; `output` or `error` alone only wrap it."""
+    if not response:
+        return ""
+    output: Any = response
+    if response.keys() in ({"output"}, {"error"}):
+        (output,) = response.values()
+    return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
 
 
 def _read_signature(place: str, signature: str | None) -> str | None:
@@ -567,27 +576,30 @@ def convert_schema(schema: Any) -> Any:
         return schema
     given = {to_camel(name) if "_" in name else name: value for name, value in schema.items()}
     order, nullable = given.pop("propertyOrdering", None), given.pop("nullable", False)
-    made: dict[str, Any] = {}
-    for name, value in given.items():
-        match name, value:
-            case "type", str():
-                if value != "TYPE_UNSPECIFIED":
-                    made[name] = value.lower()
-            case (("properties" | "$defs" | "defs"), dict()):
-                made[name] = {key: convert_schema(one) for key, one in value.items()}
-            case (("anyOf" | "oneOf" | "allOf" | "prefixItems"), list()):
-                made[name] = [convert_schema(one) for one in value]
-            case (("items" | "additionalProperties"), dict()):
-                made[name] = convert_schema(value)
-            case _, str() if name in _COUNTS and value.isdecimal():
-                made[name] = int(value)
-            case _:
-                made[name] = value
+    if given.get("type") == "TYPE_UNSPECIFIED":
+        del given["type"]
+    made = {name: _convert_keyword(name, value) for name, value in given.items()}
     if isinstance(order, list) and isinstance(made.get("properties"), dict):
         properties = made["properties"]
         first = {name: properties[name] for name in order if isinstance(name, str) and name in properties}
         made["properties"] = first | properties
     return _allow_null(made) if nullable is True else made
+
+
+def _convert_keyword(name: str, value: Any) -> Any:
+    """The value of one keyword of a schema; those of another form are kept, for the engine to refuse."""
+    match name, value:
+        case "type", str():
+            return value.lower()
+        case (("properties" | "$defs" | "defs"), dict()):
+            return {key: convert_schema(one) for key, one in value.items()}
+        case (("anyOf" | "oneOf" | "allOf" | "prefixItems"), list()):
+            return [convert_schema(one) for one in value]
+        case (("items" | "additionalProperties"), dict()):
+            return convert_schema(value)
+        case _, str() if name in _COUNTS and value.isdecimal():
+            return int(value)
+    return value
 
 
 def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:

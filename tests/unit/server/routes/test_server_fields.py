@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import anthropic.types.message_create_params as anthropic_messages
 import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_completions
 import openai.types.responses.response_create_params as openai_responses
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from support.servers import asgi_client, make_app, scripted_engine
+from unbroken.server.http.ignored import find_ignored, list_models
 from unbroken.server.wire import fields
 
 USER = [{"role": "user", "content": "hi"}]
@@ -279,3 +281,51 @@ async def test_what_no_call_can_have_is_refused_where_it_is_rendered_too(path: s
     answer = await post(path, **{**BODIES[CHAT], field: value})
     assert answer.status_code == 400
     assert f"{field} must be" in answer.json()["error"]["message"]
+
+
+RENDER = "/v1/chat/completions/render"
+OF_TRL: dict[str, dict[str, Any]] = {
+    "/generate/": {"prompts": [[1]], "max_tokens": 2},
+    "/chat/": {"messages": [USER], "max_tokens": 2},
+    "/get_sequence_logprobs/": {"sequences": [[1, 2]], "prompt_lengths": [1]},
+    "/detokenize": {"tokens": [1]},
+    "/abort_requests": {"request_ids": ["none"]},
+}
+
+
+@pytest.mark.parametrize("path", OF_TRL)
+async def test_a_model_that_ignores_keys_has_them_named_by_the_walk_over_the_body(path: str) -> None:
+    answer = await post(path, **OF_TRL[path], unheard_of=1, nothing=None)
+    assert (answer.status_code, answer.headers["x-unbroken-ignored"]) == (200, "unheard_of")
+    assert "x-unbroken-ignored" not in (await post(path, **OF_TRL[path])).headers
+
+
+@pytest.mark.parametrize("path", [CHAT, RENDER, TEXT])
+async def test_keys_inside_a_models_own_objects_are_walked_too(path: str) -> None:
+    body = {**BODIES[TEXT if path == TEXT else CHAT], "response_format": {"type": "text", "unheard_of": 1, "no": None}}
+    answer = await post(path, **body)
+    assert (answer.status_code, answer.headers["x-unbroken-ignored"]) == (200, "response_format.unheard_of")
+
+
+class One(BaseModel):
+    kind: str = Field(default="", alias="sort")
+    both: int = 0
+
+
+class Other(BaseModel):
+    inner: list[One] | None = None
+    both: int = 0
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    union: One | Other | None = None
+    checked: int = 0
+
+
+def test_in_a_union_a_key_is_ignored_that_no_member_has() -> None:
+    (model,) = list_models(Annotated[Strict | None, "of a body"])
+    given = {"union": {"sort": 1, "inner": [{"deep": 1}], "both": 1, "none": 1}, "unknown": 1}
+    assert find_ignored(given, [model]) == ["union.none"]
+    assert find_ignored({"inner": [{"deep": 1, "kind": 2}, {"deep": 1}]}, [Other]) == ["inner.deep"]
+    assert find_ignored([1, None], [Other]) == []
