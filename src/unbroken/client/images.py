@@ -104,21 +104,16 @@ async def read_images(given: Sequence[Any] | None, num_prompts: int) -> RequestI
     listed = [own if own is None or isinstance(own, (list, tuple)) else (own,) for own in given]
     if all(isinstance(item, (EncodedImage, ImageSpan)) for own in listed for item in own or ()):
         return RequestImages(by_prompt=tuple(None if own is None else tuple(own) for own in listed))
+    names = [f"images[{index}]" for index in range(num_prompts)]
+    return await asyncio.to_thread(lambda: RequestImages(by_prompt=tuple(map(_read_all, listed, names))))
 
-    def read() -> RequestImages:
-        return RequestImages(
-            by_prompt=tuple(
-                None
-                if own is None
-                else tuple(
-                    item if isinstance(item, ImageSpan) else _read(item, f"images[{i}][{k}]")
-                    for k, item in enumerate(own)
-                )
-                for i, own in enumerate(listed)
-            )
-        )
 
-    return await asyncio.to_thread(read)
+def _read_all(given: Sequence[Any] | None, name: str) -> tuple[str | EncodedImage | ImageSpan, ...] | None:
+    """Read the images of one prompt; spans have theirs."""
+    if given is None:
+        return None
+    numbered = enumerate(given)
+    return tuple(item if isinstance(item, ImageSpan) else _read(item, f"{name}[{k}]") for k, item in numbered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

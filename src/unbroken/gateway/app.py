@@ -151,18 +151,8 @@ class SessionGate:
                 end(is_delivered)
 
     async def _find_session(self, scope: Scope) -> None:
-        in_path = None
-        if (found := _PREFIX.fullmatch(scope["path"])) is not None:
-            scope["path"] = found[2] or "/"
-            scope["raw_path"] = quote(scope["path"]).encode()
-            scope[_KEY_OF_URL] = found[1]
-            if (in_path := await self._find_by_key(found[1])) is None:
-                raise HttpError(
-                    404,
-                    "no session has this URL: its session was deleted, or the part after /s/ is not the secret that it "
-                    "was created with",
-                    code="session_not_found",
-                )
+        """Note the session of a request and what it may do, if its URL or its key is a session's; else `HttpError`."""
+        in_path = await self._take_prefix(scope)
         key = _read_key(scope)
         by_key = None if key is None else await self._find_by_key(key)
         if in_path is not None and by_key is not None and in_path != by_key:
@@ -172,22 +162,44 @@ class SessionGate:
             if key is not None:
                 raise HttpError(401, "the key is no session's: it was deleted, or never was", code="invalid_api_key")
             return
-        path = scope["path"].rstrip("/")
-        is_probe = scope["method"] == "HEAD" and not path
-        is_model = scope["method"] == "GET" and path.startswith("/v1/models/")
-        is_google = scope["method"] == "POST" and path.endswith(GOOGLE_METHODS)
-        if (scope["method"], path) not in _AGENT_PATHS and not (is_model or is_google or is_probe):
-            allowed = sorted({_GOOGLE_PATH, *(path for _, path in _AGENT_PATHS)})
-            raise HttpError(
-                403,
-                f"a session may use the paths {allowed}, not {scope['method']} {path[:100]}",
-                code="path_not_allowed",
-            )
-        if is_google:
+        _check_path(scope)
+        if _asks_google(scope):
             _drop_key_of_query(scope)
         scope[SESSION] = session_id
         scope[ANY_MODEL] = session_id
         scope[AUTHORIZED] = scope[KNOWS_RETRIES] = True
+
+    async def _take_prefix(self, scope: Scope) -> str | None:
+        """The session of a URL below `/s/KEY`, whose path is then without this; None for another URL."""
+        if (found := _PREFIX.fullmatch(scope["path"])) is None:
+            return None
+        scope["path"] = found[2] or "/"
+        scope["raw_path"] = quote(scope["path"]).encode()
+        scope[_KEY_OF_URL] = found[1]
+        if (session_id := await self._find_by_key(found[1])) is None:
+            raise HttpError(
+                404,
+                "no session has this URL: its session was deleted, or the part after /s/ is not the secret that it "
+                "was created with",
+                code="session_not_found",
+            )
+        return session_id
+
+
+def _check_path(scope: Scope) -> None:
+    """Raise `HttpError` for a path that a session's key does not open."""
+    method, path = scope["method"], scope["path"].rstrip("/")
+    is_probe = method == "HEAD" and not path
+    is_model = method == "GET" and path.startswith("/v1/models/")
+    if (method, path) in _AGENT_PATHS or is_model or is_probe or _asks_google(scope):
+        return
+    allowed = sorted({_GOOGLE_PATH, *(path for _, path in _AGENT_PATHS)})
+    raise HttpError(403, f"a session may use the paths {allowed}, not {method} {path[:100]}", code="path_not_allowed")
+
+
+def _asks_google(scope: Scope) -> bool:
+    path: str = scope["path"].rstrip("/")
+    return scope["method"] == "POST" and path.endswith(GOOGLE_METHODS)
 
 
 class Forwarding:

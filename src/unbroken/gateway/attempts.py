@@ -242,6 +242,15 @@ class Attempt:
         """Whether there is an answer, or will be one."""
         return len(self.numbers) == self.n or (self.pending is not None and not self.pending.is_over)
 
+    def can_answer_retry(self, retry: RetryHint, n: int) -> bool:
+        """Whether it has, or will have, an answer to a retry that has its body."""
+        return self.can_answer and self.n == n and self.retry.idempotency_key == retry.idempotency_key
+
+    @property
+    def was_left(self) -> bool:
+        """Whether all readers of its answer went away before its end."""
+        return not self.is_delivered and self.num_requests == 0
+
     def enter(self) -> Callable[[bool], None]:
         """Count a request that is answered with it; returns what to call at its end, with whether it was answered."""
         self.num_requests += 1
@@ -302,13 +311,9 @@ class Attempts:
             keyed = self._by_key.get(retry.idempotency_key)
             if keyed is not None and keyed.retry.body_sha256 != retry.body_sha256:
                 raise refuse_reused_key()
-        attempts = [
-            attempt
-            for attempt in self._by_body.get(retry.body_sha256, ())
-            if attempt.can_answer and attempt.n == n and attempt.retry.idempotency_key == retry.idempotency_key
-        ]
+        attempts = [each for each in self._by_body.get(retry.body_sha256, ()) if each.can_answer_retry(retry, n)]
         # Of equal requests, the one whose reader went away is the one that is asked again.
-        left = [attempt for attempt in attempts if not attempt.is_delivered and attempt.num_requests == 0]
+        left = [attempt for attempt in attempts if attempt.was_left]
         says_so = retry.idempotency_key is not None or bool(retry.retry_count)
         found = left or (attempts if says_so else [])
         return found[-1] if found else None

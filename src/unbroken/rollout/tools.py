@@ -13,6 +13,7 @@ Only a cancellation of the calling task and the user's interrupt are raised.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import dataclasses
 import functools
 import inspect
@@ -24,7 +25,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Union, overload
+from typing import Any, Union, overload
 
 from unbroken.errors import ToolDefinitionError
 from unbroken.messages import IMAGE_TYPES, ContentPart, Message, ToolSchema, copy_containers, get_image_source
@@ -204,16 +205,25 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return value.decode()  # of what is not UTF-8, such as a picture's file, a model could read nothing
     if not _is_picture(value) and not isinstance(value, type):
-        if dataclasses.is_dataclass(value):
-            return {each.name: _to_json(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        convert = getattr(value, "tolist", None)  # of arrays, tensors and their scalars
-        if callable(convert) and type(plain := convert()) is not type(value):  # a longdouble stays one
-            return _to_json(plain)
-        text = str(value)
-        # "<object object at 0x7f..>" tells a model nothing, and is another text in each run.
-        if not re.search(r" at 0x[0-9A-Fa-f]+", text):
-            return text
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+        return _object_to_json(value)
+    raise _refuse_type(value)
+
+
+def _object_to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {each.name: _to_json(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    convert = getattr(value, "tolist", None)  # of arrays, tensors and their scalars
+    if callable(convert) and type(plain := convert()) is not type(value):  # a longdouble stays one
+        return _to_json(plain)
+    text = str(value)
+    # "<object object at 0x7f..>" tells a model nothing, and is another text in each run.
+    if re.search(r" at 0x[0-9A-Fa-f]+", text):
+        raise _refuse_type(value)
+    return text
+
+
+def _refuse_type(value: Any) -> TypeError:
+    return TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _to_key(key: Any) -> Any:
@@ -302,9 +312,9 @@ def describe_function(function: Callable[..., Any]) -> ToolSchema:
         ToolDefinitionError: the function has no docstring, a parameter without a type or a description, a type that
             JSON cannot describe, or parameters that cannot be passed by name (`*args`, `**kwargs`, positional-only).
     """
-    name = getattr(function, "__name__", "")
-    if not (inspect.isroutine(function) and name.isidentifier()):
+    if not (inspect.isroutine(function) and function.__name__.isidentifier()):
         raise ToolDefinitionError(f"a tool must be a function with a name, got {function!r}: define it with def")
+    name = function.__name__
     description, documented = _read_docstring(name, inspect.getdoc(function) or "")
     signature, hints = _read_signature(name, function)
     properties: dict[str, Any] = {}
@@ -380,16 +390,17 @@ def _describe_type(hint: Any, *, where: str) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
-    if isinstance(hint, type) and origin is None and hint in _JSON_TYPES:
-        return {"type": _JSON_TYPES[hint]}
-    if origin is list and len(args) == 1:
-        return {"type": "array", "items": _describe_type(args[0], where=where)}
-    if origin is dict and len(args) == 2 and args[0] is str:
-        return {"type": "object", "additionalProperties": _describe_type(args[1], where=where)}
-    if origin is Literal and all(type(arg) in _JSON_TYPES for arg in args):
-        return {"type": _one_or_list([_JSON_TYPES[type(arg)] for arg in args]), "enum": list(args)}
     if origin in (Union, types.UnionType):
         return _describe_union(args, where=where)
+    match origin, args:
+        case None, _ if isinstance(hint, type) and hint in _JSON_TYPES:
+            return {"type": _JSON_TYPES[hint]}
+        case builtins.list, (item,):
+            return {"type": "array", "items": _describe_type(item, where=where)}
+        case builtins.dict, (builtins.str, item):
+            return {"type": "object", "additionalProperties": _describe_type(item, where=where)}
+        case typing.Literal, _ if all(type(arg) in _JSON_TYPES for arg in args):
+            return {"type": _one_or_list([_JSON_TYPES[type(arg)] for arg in args]), "enum": list(args)}
     raise ToolDefinitionError(f"{where}: type {hint!r} cannot be described in JSON; use {_SUPPORTED}")
 
 
@@ -410,14 +421,17 @@ def _one_or_list(names: list[str]) -> str | list[str]:
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value fits a schema of `_describe_type`."""
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
         return any(_fits(value, option) for option in schema["anyOf"])
-    if "enum" in schema:
+    if "enum" in schema:  # 1 == True == 1.0
         return any(type(value) is type(option) and value == option for option in schema["enum"])
-    if "type" not in schema:
-        return True
+    return "type" not in schema or _fits_type(value, schema)
+
+
+def _fits_type(value: Any, schema: Mapping[str, Any]) -> bool:
     names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     if not any(_is_json_type(value, name) for name in names):
         return False

@@ -78,20 +78,23 @@ class Container:
         Only names are in it: other users can see the words of a command, and some values open the session. A file that
         a word names by an absolute path, such as a check beside the TOML file, can be read there.
         """
-        folders = [self.work, *([] if self.home is None else [self.home])]
-        files = [Path(word) for word in words if Path(word).is_absolute() and os.path.isfile(word)]  # noqa: PTH113
-        own = {file for file in files if not any(map(file.is_relative_to, (*_SYSTEM, *folders)))}
         # What it writes must be the user's, who removes it; podman's root is the user outside.
         user = "0:0" if self.image.program == "podman" else f"{os.getuid()}:{os.getgid()}"
-        mounts = [f"type=bind,source={folder},target={folder}" for folder in folders]
-        mounts += [f"type=bind,source={file},target={file},readonly" for file in sorted(own)]
         return [
             self.image.program, "run", "--rm", "--init", "--name", self.name, "--network", "host", "--user", user,
             "--security-opt", "label=disable", "--pull", "never", "--entrypoint", words[0],
-            *(part for mount in mounts for part in ("--mount", mount)),
+            *(part for mount in self._list_mounts(words) for part in ("--mount", mount)),
             *(part for name in sorted({*variables} - {"HOME", "PATH"}) for part in ("--env", name)),
             "--env", f"HOME={self.home or '/tmp'}", "--workdir", str(self.work), self.image.name, *words[1:],
         ]  # fmt: skip
+
+    def _list_mounts(self, words: Sequence[str]) -> list[str]:
+        """Its folders, and the files that words name; those of the system are the image's."""
+        folders = [self.work, *([] if self.home is None else [self.home])]
+        files = [Path(word) for word in words if Path(word).is_absolute() and os.path.isfile(word)]  # noqa: PTH113
+        own = {file for file in files if not any(map(file.is_relative_to, (*_SYSTEM, *folders)))}
+        mounts = [f"type=bind,source={folder},target={folder}" for folder in folders]
+        return mounts + [f"type=bind,source={file},target={file},readonly" for file in sorted(own)]
 
     def remove(self) -> None:
         """End what runs in it: a `run` that is killed leaves its container."""

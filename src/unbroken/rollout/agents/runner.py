@@ -313,14 +313,7 @@ def _read_session(
         sequence = _add_node(tree, node, finished.get(number), images)
         if sequence is not None:
             sequences[number] = sequence
-    given = recorded["messages"]
-    conversations = Conversations(
-        messages=tuple(_with_images(message["message"], images) for message in given),
-        parents=tuple(message["parent"] for message in given),
-        turn_of_node={turn["end"]["node"]: number for number, turn in enumerate(recorded["turns"])},
-        replies=tuple(turn["reply_message"] for turn in recorded["turns"]),
-        tools=tuple(tuple(recorded["tools"][turn["tools"]]) for turn in recorded["turns"]),
-    )
+    given, conversations = recorded["messages"], _read_conversations(recorded, images)
     turns = tuple(_read_turn(turn, given[turn["reply_message"]]["message"], sequences) for turn in recorded["turns"])
     of_first = [turn for turn, reply in enumerate(conversations.replies) if given[reply]["conversation"] == 0]
     main = conversations.find_messages(of_first[-1]) if of_first else []
@@ -334,6 +327,17 @@ def _read_session(
         tools=tuple(conversations.tools[of_first[-1]]) if of_first else (),
         conversations=conversations,
         counters=counted,
+    )
+
+
+def _read_conversations(recorded: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> Conversations:
+    messages, turns = recorded["messages"], recorded["turns"]
+    return Conversations(
+        messages=tuple(_with_images(message["message"], images) for message in messages),
+        parents=tuple(message["parent"] for message in messages),
+        turn_of_node={turn["end"]["node"]: number for number, turn in enumerate(turns)},
+        replies=tuple(turn["reply_message"] for turn in turns),
+        tools=tuple(tuple(recorded["tools"][turn["tools"]]) for turn in turns),
     )
 
 
