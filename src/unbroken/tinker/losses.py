@@ -102,6 +102,8 @@ def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> mes
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidInputError(f"the body must be a ForwardBackwardRequest in protobuf: {error}") from None
+    if not message.model_id:  # as in an empty body, which protobuf takes
+        raise InvalidInputError("model_id is required in the body, a ForwardBackwardRequest in protobuf, got none")
     return message
 
 

@@ -23,14 +23,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
-from unbroken.errors import InvalidInputError, StoreError
+from unbroken.errors import InvalidInputError, StoreError, UnbrokenError
 from unbroken.integrations.tinker import ProvableTurn, read_turns, split_sequence_name
 from unbroken.ledger.store import Cursor, Tables, is_postgres_url, is_storable, open_database, open_store_reader
 from unbroken.server.policies import CHECKPOINT
 from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
 
 T = TypeVar("T")
+FactsT = TypeVar("FactsT", "ModelFacts", "Checkpoint")
 _FILES = Path("runs/tinker")
 ANSWERS_KEPT_S = 3600.0
 _VERSION_1 = (
@@ -179,6 +181,38 @@ class Checkpoint:
         }
 
 
+def _read_facts(kind: type[FactsT], facts: str, **columns: Any) -> FactsT:
+    """What a cell of JSON and further columns say; `StoreError`, which names the cell, if it is damaged."""
+    try:
+        given = {**json.loads(facts), **columns}
+        kind(**given)  # refuses other names, which pydantic would drop
+        return TypeAdapter(kind).validate_python(given)
+    except (ValueError, TypeError, RecursionError) as error:
+        cell = "models.facts" if kind is ModelFacts else "checkpoints.facts"
+        raise _refuse_cell(cell, facts, error) from error
+
+
+def _read_sequence(name: str, model: str, sampling: str | None, prompt: bytes, *columns: Any) -> RecordedSequence:
+    try:
+        return RecordedSequence(
+            sequence_id=name,
+            model_id=model,
+            prompt_ids=np.frombuffer(prompt, np.int32),
+            sampled=decode_sampled(*columns),
+            sampling=None if sampling is None else json.loads(sampling),
+        )
+    except (ValueError, TypeError, RecursionError, UnbrokenError) as error:
+        raise _refuse_cell("sequences", name, error) from error
+
+
+def _refuse_cell(cell: str, value: object, error: Exception) -> StoreError:
+    problem = f"{type(error).__name__}: {error}"
+    return StoreError(
+        f"{cell} of the Tinker server's store must be as the server wrote it, got {value!r:.100} ({problem[:300]}): "
+        "the database was damaged or edited, so restore it from a backup or remove the row"
+    )
+
+
 def hash_content(*parts: NDArray[Any]) -> bytes:
     """A hash of ids, however they are cut into parts."""
     return blake2b(b"".join(_to_bytes(part) for part in parts), digest_size=16).digest()
@@ -250,7 +284,7 @@ class TinkerStore:
         shutil.rmtree(self.temporary_folder, ignore_errors=True)
         kept: set[Path] = set()
         for (facts,) in self._read("SELECT facts FROM checkpoints"):
-            if (checkpoint := Checkpoint(**json.loads(facts))).is_over:
+            if (checkpoint := _read_facts(Checkpoint, facts)).is_over:
                 self.delete_checkpoint(checkpoint)
             else:
                 kept.add(self.folder_of(checkpoint))
@@ -334,16 +368,7 @@ class TinkerStore:
             value,
             owner,
         )
-        return [
-            RecordedSequence(
-                sequence_id=name,
-                model_id=model,
-                prompt_ids=np.frombuffer(prompt, np.int32),
-                sampled=decode_sampled(*columns),
-                sampling=None if sampling is None else json.loads(sampling),
-            )
-            for name, model, sampling, prompt, *columns in rows
-        ]
+        return [_read_sequence(*row) for row in rows]
 
     def put_model(self, facts: ModelFacts, *, owner: str) -> None:
         """Record that a training run begins; and remove those that ended long enough ago without a checkpoint."""
@@ -369,7 +394,7 @@ class TinkerStore:
     def list_models(self, *, owner: str) -> list[ModelFacts]:
         """The training runs of an owner, the newest first."""
         rows = self._read("SELECT facts, used, ended FROM models WHERE owner = ? ORDER BY used DESC", owner)
-        return [ModelFacts(**{**json.loads(facts), "used": used, "ended": ended}) for facts, used, ended in rows]
+        return [_read_facts(ModelFacts, facts, used=used, ended=ended) for facts, used, ended in rows]
 
     def add_step(self, model_id: str, version: int, metrics: Mapping[str, float]) -> None:
         """Record a step of a model, which then has this version."""
@@ -387,17 +412,17 @@ class TinkerStore:
             return replaced
 
         for (before,) in self._write(put):
-            shutil.rmtree(self.folder_of(Checkpoint(**json.loads(before))), ignore_errors=True)
+            shutil.rmtree(self.folder_of(_read_facts(Checkpoint, before)), ignore_errors=True)
 
     def list_checkpoints(self, *, owner: str, model_id: str | None = None) -> list[Checkpoint]:
         """The checkpoints of an owner, or those of one training run, the newest first."""
         rows = self._read("SELECT facts, model FROM checkpoints WHERE owner = ? ORDER BY made DESC", owner)
-        return [Checkpoint(**json.loads(facts)) for facts, model in rows if model_id in (None, model)]
+        return [_read_facts(Checkpoint, facts) for facts, model in rows if model_id in (None, model)]
 
     def find_checkpoint(self, path: str, *, owner: str) -> Checkpoint | None:
         """A checkpoint by its path; None if there is none of this owner, or its time is over."""
         rows = self._read("SELECT facts FROM checkpoints WHERE owner = ? AND path = ?", owner, path)
-        found = Checkpoint(**json.loads(rows[0][0])) if rows else None
+        found = _read_facts(Checkpoint, rows[0][0]) if rows else None
         return None if found is None or found.is_over else found
 
     def delete_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
@@ -979,3 +980,35 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
     store.close()
     open_store()
     assert [*first.parent.iterdir()] == [kept]
+
+
+@pytest.fixture
+def tinker_app(store: TinkerStore, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """The routes of the Tinker API in an application of ours."""
+    app = make_app(scripted_engine("ok"))
+    for router in server.make_routes():
+        app.include_router(router)
+    app.state.tinker = make_api(store, monkeypatch)
+    return app
+
+
+def list_posts() -> list[str]:
+    """Every path of the Tinker API that is posted to."""
+    routes = [route for router in server.make_routes() for route in router.routes]
+    paths = [route.path for route in routes if isinstance(route, APIRoute) and "POST" in route.methods]
+    return [path.replace("{session_id}", "none") for path in paths if "{path" not in path]
+
+
+@pytest.mark.parametrize("body", [None, b"", b"null", b"[]", b"{}", b"5", b"{", b"\xff"])
+@pytest.mark.parametrize("kind", ["application/json", PROTOBUF, None])
+async def test_a_call_whose_body_is_empty_or_missing_says_what_is_wrong(tinker_app, body, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    async with asgi_client(tinker_app) as client:
+        for path in list_posts():
+            answer = await client.post(path, content=body, headers=headers)
+            takes_none = path.removeprefix(f"{server.PREFIX}/") in (*server._FIXED, "sessions/none/finish")
+            if takes_none:
+                assert answer.status_code in (200, 404), path
+            else:
+                assert answer.status_code in (400, 422), (path, answer.text)
+                assert "body" in answer.json()["error"]["message"] or "is required" in answer.json()["error"]["message"]

@@ -251,3 +251,33 @@ def test_options_of_a_store(tmp_path):
         TinkerOptions(tinker_keep_days=0)
     with pytest.raises(InvalidInputError, match=r"--tinker-store: .* a folder or a postgresql:// URL, got .* mysql"):
         TinkerStore("mysql://x")
+
+
+@pytest.mark.parametrize(
+    "facts", ["", "{", "[]", "null", '{"model_id": "run"}', '{"no_such_fact": 1}', "[" * 100_000, None]
+)
+@pytest.mark.parametrize("table", ["models", "checkpoints"])
+def test_a_damaged_cell_is_named(open_store, table, facts):
+    """None: a value of another type in facts that are otherwise whole."""
+    store = open_store()
+    store.put_model(FACTS, owner="me")
+    store.put_checkpoint(SAVED, owner="me")
+    if facts is None:
+        facts = json.dumps({**asdict(FACTS if table == "models" else SAVED), "lora": 5})
+    store._write(lambda cursor: cursor.execute(f"UPDATE {table} SET facts = ?", (facts,)))
+    with pytest.raises(
+        StoreError, match=rf"^{table}\.facts of the Tinker server's store must be as the server wrote it"
+    ):
+        (store.list_models if table == "models" else store.list_checkpoints)(owner="me")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("versions", "[[1]]"), ("sampling", "{"), ("finish", "never"), ("ids", b"x")]
+)
+def test_a_damaged_sequence_is_named(open_store, column, value):
+    store = open_store()
+    (call, *_) = make_call(number=1)
+    add_sequences(store, [call])
+    store._write(lambda cursor: cursor.execute(f"UPDATE sequences SET {column} = ?", (value,)))
+    with pytest.raises(StoreError, match="sequences of the Tinker server's store must be as the server wrote it"):
+        store.find_sequence(call.sequence_id, owner="me")
