@@ -170,15 +170,18 @@ def _check_items(items: list[Any], is_finite: bool) -> list[list[Any]]:
     kinds = set(map(type, items))
     if is_finite and (float in kinds or int in kinds):
         numbers = items if kinds <= {float, int} else [each for each in items if type(each) in (float, int)]
-        try:
-            are_finite = all(map(math.isfinite, numbers))
-        except OverflowError:
-            are_finite = False
-        if not are_finite:
+        if not _are_finite(numbers):
             raise InvalidInputError("numbers in JSON must be finite in float64")
     if kinds.isdisjoint((list, dict)):
         return []
     return [list(each.values()) if type(each) is dict else each for each in items if type(each) in (list, dict)]
+
+
+def _are_finite(numbers: list[Any]) -> bool:
+    try:
+        return all(map(math.isfinite, numbers))
+    except OverflowError:  # an int of more than 308 digits
+        return False
 
 
 def _refuse_constant(name: str) -> NoReturn:

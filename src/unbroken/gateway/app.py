@@ -240,31 +240,22 @@ class Forwarding:
             await self._app(scope, receive, send)
             return
         body: bytes = (await receive()).get("body", b"")
-        if url is None:
-            await self._answer(session_id, scope, body, send)
+        if url is not None:
+            if not await self._pass_on(url, scope, body, send):
+                await self._app(scope, ReplayBody(body), send)
             return
-        if not await self._pass_on(url, scope, body, send):
-            await self._app(scope, ReplayBody(body), send)
-
-    async def _answer(self, session_id: str, scope: Scope, body: bytes, send: Send) -> None:
-        """Answer here, unless another gateway took the session since it was looked for: then as that one does."""
-        refusal: list[Message] = []
-
-        async def send_or_hold(message: Message) -> None:
-            if scope.get(_ELSEWHERE):
-                refusal.append(message)
-            else:
+        refusal = _Refusal(scope, send)
+        await self._app(scope, ReplayBody(body), refusal)
+        if refusal.messages and not await self._pass_on_taken(session_id, scope, body, send):
+            for message in refusal.messages:
                 await send(message)
 
-        await self._app(scope, ReplayBody(body), send_or_hold)
-        if not refusal:
-            return
+    async def _pass_on_taken(self, session_id: str, scope: Scope, body: bytes, send: Send) -> bool:
+        """Pass on a request whose session another gateway took since it was looked for; returns as `_pass_on` does."""
         with suppress(StoreError):
             url = await self._find_elsewhere(session_id)
-            if url is not None and await self._pass_on(url, scope, body, send):
-                return
-        for message in refusal:
-            await send(message)
+            return url is not None and await self._pass_on(url, scope, body, send)
+        return False
 
     async def _pass_on(self, url: str, scope: Scope, body: bytes, send: Send) -> bool:
         """Answer as the gateway at `url` does; returns whether it began to. Else `scope` is the request to answer."""
@@ -290,6 +281,20 @@ class Forwarding:
             return has_begun  # without its end, the connection is closed, and the client sees that the answer was cut
         await send({"type": "http.response.body", "body": b""})
         return True
+
+
+class _Refusal:
+    """A `send` that holds back the answer that another gateway has the session, for that one may answer."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self.messages: list[Message] = []
+
+    async def __call__(self, message: Message) -> None:
+        if self._scope.get(_ELSEWHERE):
+            self.messages.append(message)
+        else:
+            await self._send(message)
 
 
 def _pass_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -123,6 +123,18 @@ class SampledSequence:
         if not isinstance(self.finish_reason, FinishReason):
             raise InvariantError(f"finish_reason must be a FinishReason, got {self.finish_reason!r}")
         num_ids = len(self.completion_ids)
+        self._check_logprobs(num_ids)
+        if num_ids == 0 and self.finish_reason is not FinishReason.ABORT:
+            raise InvariantError(f"completion_ids is empty with finish_reason {self.finish_reason.value!r}")
+        self._check_versions(num_ids)
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
+        if self.queue_s is not None and not 0 <= self.queue_s < math.inf:
+            raise InvariantError(f"queue_s must be finite and >= 0, or None, got {self.queue_s}")
+        _check_top_logprobs(self.top_logprobs, num_ids, "completion_ids")
+        check_kept(self.kept_ids, self.completion_ids, of="completion_ids")
+
+    def _check_logprobs(self, num_ids: int) -> None:
         if self.rollout_logprobs.shape != (num_ids,):
             raise InvariantError(
                 f"rollout_logprobs has shape {self.rollout_logprobs.shape} for {num_ids} completion_ids: "
@@ -131,8 +143,8 @@ class SampledSequence:
         if not np.isfinite(self.rollout_logprobs).all():
             where = int(np.flatnonzero(~np.isfinite(self.rollout_logprobs))[0])
             raise InvariantError(f"rollout_logprobs[{where}] is {self.rollout_logprobs[where]}, must be finite")
-        if num_ids == 0 and self.finish_reason is not FinishReason.ABORT:
-            raise InvariantError(f"completion_ids is empty with finish_reason {self.finish_reason.value!r}")
+
+    def _check_versions(self, num_ids: int) -> None:
         end = 0
         for span in self.version_spans:
             if span.start != end:
@@ -140,12 +152,6 @@ class SampledSequence:
             end = span.stop
         if end != num_ids:
             raise InvariantError(f"version_spans cover {end} of {num_ids} completion_ids: every id needs a version")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
-        if self.queue_s is not None and not 0 <= self.queue_s < math.inf:
-            raise InvariantError(f"queue_s must be finite and >= 0, or None, got {self.queue_s}")
-        _check_top_logprobs(self.top_logprobs, num_ids, "completion_ids")
-        check_kept(self.kept_ids, self.completion_ids, of="completion_ids")
 
     @staticmethod
     def aborted(params: SamplingParams) -> SampledSequence:

@@ -144,10 +144,7 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
     Raises:
         InvalidInputError: the folder holds other files, or cannot be written.
     """
-    if folder.exists() and not folder.is_dir():
-        raise InvalidInputError(f"--export must be a folder, got the file {folder}")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
-        raise InvalidInputError(f"--export must be a new or empty folder or an earlier export, got {folder}")
+    _check_target(folder)
     num_files = len(ASSETS)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,6 +164,14 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
     except OSError as error:
         raise InvalidInputError(f"--export {folder} cannot be written: {error}") from error
     return num_files
+
+
+def _check_target(folder: Path) -> None:
+    """Raise unless an export may take the place of all that a folder has."""
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInputError(f"--export must be a folder, got the file {folder}")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
+        raise InvalidInputError(f"--export must be a new or empty folder or an earlier export, got {folder}")
 
 
 def to_script(path: str, value: object) -> bytes:

@@ -105,11 +105,7 @@ class Idempotency:
         self._drop_old()
         digest = hashlib.sha256(body).digest()
         kept, entry = self._kept.get(key), self._entries.get(key)
-        known = kept or entry
-        if known is not None:
-            if known.digest != digest:
-                raise refuse_reused_key()
-            self._metrics.repeated.inc()
+        self._check_repeated(kept or entry, digest)
         if kept is not None:
             if kept.route is not None:
                 scope["route"] = kept.route
@@ -131,6 +127,14 @@ class Idempotency:
             entry.num_waiting -= 1
             if entry.num_waiting == 0 and not entry.work.done():
                 asyncio.get_running_loop().call_later(self._grace_s, self._cancel_unless_awaited, key, entry)
+
+    def _check_repeated(self, known: _Kept | _Entry | None, digest: bytes) -> None:
+        """Count a request that was there before; raise if its key came with another body."""
+        if known is None:
+            return
+        if known.digest != digest:
+            raise refuse_reused_key()
+        self._metrics.repeated.inc()
 
     async def _work(self, scope: Scope, body: bytes) -> list[Message]:
         messages: list[Message] = []

@@ -273,15 +273,20 @@ class ContentsBody(_Object):
             raise HttpError(
                 400, f"{_CALLING}.mode must be 'AUTO', 'NONE' or 'ANY', got {shorten(mode)}", param=f"{_CALLING}.mode"
             )
-        if mode != "ANY":
-            if allowed:
-                raise HttpError(
-                    400,
-                    f"{_CALLING}.allowedFunctionNames must be left out with the mode {mode!r}: it is for 'ANY', where "
-                    "the model must call",
-                    param=f"{_CALLING}.allowedFunctionNames",
-                )
-            return ToolChoice(reads_calls=bool(tools) and mode != "NONE")
+        if mode == "ANY":
+            return self._require_calls(tools)
+        if allowed:
+            raise HttpError(
+                400,
+                f"{_CALLING}.allowedFunctionNames must be left out with the mode {mode!r}: it is for 'ANY', where "
+                "the model must call",
+                param=f"{_CALLING}.allowedFunctionNames",
+            )
+        return ToolChoice(reads_calls=bool(tools) and mode != "NONE")
+
+    def _require_calls(self, tools: list[ToolSchema]) -> ToolChoice:
+        """The reply must call one of the tools, or of those that are allowed."""
+        allowed = self.calling.allowed_function_names
         names = [get_name(tool) for tool in tools]
         if not tools or not set(allowed or ()) <= set(names):
             raise HttpError(

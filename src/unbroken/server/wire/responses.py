@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -152,6 +152,8 @@ _ITEMS = by_type(
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
     "item_reference", what="items", default="message",
 )  # fmt: skip
+_OfReply: TypeAlias = MessageItem | CallItem | CustomCallItem | ReasoningItem
+_OfUser: TypeAlias = MessageItem | OutputItem | CustomOutputItem
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
@@ -320,13 +322,17 @@ class ResponsesBody(BodyModel):
             raise HttpError(
                 400, f"include must not have {_LOGPROBS!r}: chat completions have logprobs", param="include"
             )
+        self._check_tools()
+        return [*ignored, *list_hosted(self.tools or ())]
+
+    def _check_tools(self) -> None:
+        """Refuse what a tool has besides its fields; hosted tools are left out of the prompt as a whole."""
         for k, tool in enumerate(self.tools or ()):
             if isinstance(tool, HostedTool):
                 continue
             tool.refuse_extra(f"tools.{k}")
             for number, member in enumerate(tool.tools if isinstance(tool, NamespaceTool) else ()):
                 member.refuse_extra(f"tools.{k}.tools.{number}")
-        return [*ignored, *list_hosted(self.tools or ())]
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form of chat completions."""
@@ -455,26 +461,33 @@ def read_conversation(
         conversation.check_extra(RESPONSES_ITEMS, item.model_extra, place)
         if isinstance(item, ReferenceItem):
             raise HttpError(400, f"{place}.id must be the id of an item that is kept", param=f"{place}.id")
-        if isinstance(item, (CallItem, CustomCallItem, ReasoningItem)) or (
-            isinstance(item, MessageItem) and item.role == "assistant"
-        ):
+        if _is_of_reply(item):
             reply = reply or _Reply()
-            _add_to_reply(conversation, reply, place, item)
+            _add_to_reply(conversation, reply, place, cast(_OfReply, item))
             continue
-        if reply is not None:
-            conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
-            reply = None
-        conversation.messages.append(_read_given(conversation, place, item))
+        _end_reply(conversation, reply)
+        reply = None
+        conversation.messages.append(_read_given(conversation, place, cast(_OfUser, item)))
+    _end_reply(conversation, reply)
+    return conversation
+
+
+def _is_of_reply(item: Item) -> bool:
+    """Whether an item is a part of what the model said."""
+    is_message = isinstance(item, MessageItem) and item.role == "assistant"
+    return is_message or isinstance(item, (CallItem, CustomCallItem, ReasoningItem))
+
+
+def _end_reply(conversation: ConversationBuilder, reply: _Reply | None) -> None:
     if reply is not None:
         conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
-    return conversation
 
 
 def _add_to_reply(
     conversation: ConversationBuilder,
     reply: _Reply,
     place: str,
-    item: MessageItem | CallItem | CustomCallItem | ReasoningItem,
+    item: _OfReply,
 ) -> None:
     if isinstance(item, CustomCallItem):
         reply.calls.append(make_call(item.call_id, item.name, json.dumps({"input": item.input}, ensure_ascii=False)))
@@ -497,9 +510,7 @@ def _add_to_reply(
             reply.content += part.text
 
 
-def _read_given(
-    conversation: ConversationBuilder, place: str, item: MessageItem | OutputItem | CustomOutputItem
-) -> Message:
+def _read_given(conversation: ConversationBuilder, place: str, item: _OfUser) -> Message:
     if isinstance(item, MessageItem):
         content = _read_content(conversation, f"{place}.content", item.content)
         return cast(Message, {"role": item.role, "content": content})

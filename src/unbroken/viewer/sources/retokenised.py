@@ -161,21 +161,30 @@ def _make_turns(
 
     Where rows have messages of their own, these are those of the row; else all since the history was last rewritten.
     """
-    rewritten = [n for n, turn in enumerate(record["turns"]) if turn.get("fork") == ForkReason.REWRITTEN_HISTORY]
-    first = rewritten[-1] if rewritten and row.get("messages") is None else 0
+    turns = record["turns"]
     places = {turn_of_node.get(segment["node"]): segment for segment in row["segments"]}
-    made = []
-    for number, turn in enumerate(record["turns"]):
-        place = places.get(number)
-        if number < first or (place is None and row.get("messages") is not None):
-            continue
-        start, stop = (0, 0) if place is None else (place["start"], place["stop"])
-        ids = token_ids(row["token_ids"][start:stop])
-        parsed, begin = _parse(record, row, start, ids, texts), None if place is None else start
-        made.append(
-            SampledTurn(completion_ids=ids, parsed=parsed, message=turn["message"], start=begin, num_ids=len(ids))
-        )
-    return made
+    if row.get("messages") is not None:
+        numbers = [number for number in range(len(turns)) if number in places]
+    else:
+        rewritten = [n for n, turn in enumerate(turns) if turn.get("fork") == ForkReason.REWRITTEN_HISTORY]
+        numbers = list(range(rewritten[-1] if rewritten else 0, len(turns)))
+    return [_make_turn(record, row, turns[number]["message"], places.get(number), texts) for number in numbers]
+
+
+def _make_turn(
+    record: Mapping[str, Any],
+    row: Mapping[str, Any],
+    message: Message,
+    segment: Mapping[str, Any] | None,
+    texts: TemplateTexts,
+) -> SampledTurn:
+    """A turn whose ids are a segment of the row; without one it has none."""
+    if segment is None:
+        nothing = ParsedResponse(content="")
+        return SampledTurn(completion_ids=token_ids([]), parsed=nothing, message=message, start=None, num_ids=0)
+    start, ids = segment["start"], token_ids(row["token_ids"][segment["start"] : segment["stop"]])
+    parsed = _parse(record, row, start, ids, texts)
+    return SampledTurn(completion_ids=ids, parsed=parsed, message=message, start=start, num_ids=len(ids))
 
 
 def _parse(

@@ -85,12 +85,8 @@ class StepFiles:
             found = [columns for path in self.paths if (columns := read_head(path, next(read_lines(path), b""))[1])]
         except InvalidInputError:
             found = []
-        if len(found) == len(self.paths) == 1:
-            return found[0], [], None
         if len(found) == len(self.paths):
-            sized = [(each, [None] * len(each["status"])) for each in found]
-            keys = dict.fromkeys(itertools.chain(*found))
-            return {key: [*itertools.chain(*(each.get(key, gap) for each, gap in sized))] for key in keys}, [], None
+            return _join_columns(found), [], None
         summary = self.make_summary()
         members = summary["trajectories"]
         parts = dict.fromkeys(key for each in members for key in each if key.startswith(PART))
@@ -104,6 +100,15 @@ class StepFiles:
             found = (_read_texts(path, next(itertools.islice(read_lines(path), 1, None), b"")) for path in self.paths)
             return list(itertools.chain.from_iterable(found))
         return []
+
+
+def _join_columns(columns: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """The columns of several files as one; where one of them has no such column, each rollout has None."""
+    if len(columns) == 1:
+        return columns[0]
+    sized = [(each, [None] * len(each["status"])) for each in columns]
+    keys = dict.fromkeys(itertools.chain(*columns))
+    return {key: [*itertools.chain(*(each.get(key, gap) for each, gap in sized))] for key in keys}
 
 
 def read_head(path: Path, line: bytes) -> tuple[dict[str, Any], dict[str, list[Any]] | None]:
@@ -182,17 +187,20 @@ def check_record(record: Mapping[str, Any]) -> None:
     except ValidationError as error:
         raise InvalidInputError(_describe(error)) from None
     for number, row in enumerate(record["rows"]):
-        ids = row["token_ids"]
-        length = len(ids)
-        if ids and not 0 <= min(ids) <= max(ids) < 2**31:
-            raise InvalidInputError(f"rows.{number}.token_ids must be from 0 to {2**31 - 1}")
-        if any(not 0 <= message < len(record["messages"]) for message in row.get("messages") or ()):
-            raise InvalidInputError(f"rows.{number}.messages must be places in messages, got {row['messages']!r:.100}")
-        spans = [(each["start"], each["stop"]) for each in (*row["segments"], *row["images"])]
-        spans += [tuple(span[:2]) for name in _SPANS for span in row.get(name) or ()]
-        for start, stop in spans:
-            if not 0 <= start <= stop <= length:
-                raise InvalidInputError(f"rows.{number} has the span {start} to {stop} of {length} ids")
+        _check_row(f"rows.{number}", row, num_messages=len(record["messages"]))
+
+
+def _check_row(name: str, row: Mapping[str, Any], *, num_messages: int) -> None:
+    ids, messages = row["token_ids"], row.get("messages") or ()
+    if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+        raise InvalidInputError(f"{name}.token_ids must be from 0 to {2**31 - 1}")
+    if messages and not 0 <= min(messages) <= max(messages) < num_messages:
+        raise InvalidInputError(f"{name}.messages must be places in messages, got {messages!r:.100}")
+    spans = [(each["start"], each["stop"]) for each in (*row["segments"], *row["images"])]
+    spans += [tuple(span[:2]) for kind in _SPANS for span in row.get(kind) or ()]
+    for start, stop in spans:
+        if not 0 <= start <= stop <= len(ids):
+            raise InvalidInputError(f"{name} has the span {start} to {stop} of {len(ids)} ids")
 
 
 def _describe(error: ValidationError | InvalidInputError) -> str:
@@ -370,12 +378,18 @@ def describe_trajectory(
     turn_of_node = match_turns(rows, turns) if turn_of_node is None else turn_of_node
     if turn_of_message is None:
         turn_of_message = match_messages(record.get("messages") or [], turns)
-    ids = {token_id for row in rows for token_id in row["token_ids"]}
-    found = {} if texts is None else texts.get_all(ids)
     return {
         "turn_of_node": turn_of_node,
         "turn_of_message": turn_of_message,
         "forks": find_forks(rows, turns, turn_of_node),
+        **_describe_ids({token_id for row in rows for token_id in row["token_ids"]}, texts),
+    }
+
+
+def _describe_ids(ids: set[int], texts: TokenTexts | None) -> dict[str, Any]:
+    """The texts of ids, and the bytes of those that are a part of a character."""
+    found = {} if texts is None else texts.get_all(ids)
+    return {
         "texts": {token_id: text.text for token_id, text in found.items()},
         "bytes": {token_id: text.data.hex(" ") for token_id, text in found.items() if "\ufffd" in text.text},
     }

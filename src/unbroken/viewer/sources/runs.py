@@ -224,15 +224,22 @@ def _read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list
     lines: list[dict[str, Any]] = []
     problems: list[str] = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            value = read_json(line, max_bytes=_MAX_LINE_BYTES)
-        except InvalidInputError:
-            value = None
-        if isinstance(value, dict):
-            lines.append({key: each for key, each in value.items() if _is_number(each) or isinstance(each, str)})
+        if (found := _read_line(line)) is not None:
+            lines.append(found)
         elif len(problems) < _MAX_PROBLEMS:
             problems.append(f"line {number} of {name} is not a JSON object, and is left out")
     return lines, problems
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    """The numbers and texts of an object; None if the line is none."""
+    try:
+        value = read_json(line, max_bytes=_MAX_LINE_BYTES)
+    except InvalidInputError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    return {key: each for key, each in value.items() if _is_number(each) or isinstance(each, str)}
 
 
 def _make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -243,12 +250,12 @@ def _make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_step = {line["step"]: line for line in lines if _is_number(line.get("step"))}
     steps = sorted(by_step)
     names = sorted({name for line in by_step.values() for name in line if name != "step"})
-    found = {name: [by_step[step].get(name) for step in steps] for name in names}
-    columns = {name: [value if _is_number(value) else None for value in values] for name, values in found.items()}
-    return {
-        "steps": steps,
-        "values": {name: values for name, values in columns.items() if any(value is not None for value in values)},
-    }
+    columns = {name: [_keep_number(by_step[step].get(name)) for step in steps] for name in names}
+    return {"steps": steps, "values": {name: column for name, column in columns.items() if set(column) != {None}}}
+
+
+def _keep_number(value: Any) -> Any:
+    return value if _is_number(value) else None
 
 
 def _is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ import os
 import tempfile
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from threading import Lock
@@ -78,21 +78,27 @@ class Table:
             if text:
                 chosen &= self._find(text)
             places = self._sort(np.flatnonzero(chosen), asked.get("sort", ""))
-            rewards = self._get("reward")[places]
-            rewards = rewards[~np.isnan(rewards)]
-            with np.errstate(all="ignore"):  # of numbers that nobody has, the mean may be infinite
-                reward = [float(rewards.mean()), float(rewards.std())] if len(rewards) else [inf]
             shown = places[: int(size) if size.isdecimal() else None].tolist()
             return {
                 "rows": [self._make_row(place, is_whole=query is None) for place in shown],
                 "num_found": len(places),
                 "num_all": len(chosen),
-                "reward": reward if all(map(isfinite, reward)) else None,
+                "reward": self._describe_rewards(places),
                 "offers": self._offers,
                 "num_read": num_read,
                 "num_steps": len(files),
                 "problems": [problem for each in self._steps or () for problem in each.problems][:5],
             }
+
+    def _describe_rewards(self, places: NDArray[np.intp]) -> list[float] | None:
+        """The mean and the standard deviation of the rewards of these rollouts; None if there is none."""
+        rewards = self._get("reward")[places]
+        rewards = rewards[~np.isnan(rewards)]
+        if not len(rewards):
+            return None
+        with np.errstate(all="ignore"):  # a damaged file may have 1e308, and the mean is infinite
+            described = [float(rewards.mean()), float(rewards.std())]
+        return described if all(map(isfinite, described)) else None
 
     def _read(self, name: int | str, files: StepFiles, signature: object, end: float, *, with_texts: bool) -> bool:
         """Read a step if it is new and there is time; returns whether all of it that is asked for is known."""
@@ -121,11 +127,16 @@ class Table:
         self._steps = steps
         self._starts = list(itertools.accumulate((len(each.columns["status"]) for each in steps), initial=0))
         self._values = {}
+        self._offers = self._make_offers(steps)
+
+    def _make_offers(self, steps: list[_Step]) -> dict[str, Any]:
+        """What there is to choose by."""
         parts = {key for each in steps for key in each.columns if key.startswith(PART)}
-        self._offers = {
+        forks = Counter(reason for reasons in self._chain("forks") for reason in set(reasons or ()))
+        return {
             "statuses": sorted(set(self._chain("status"))),
             "sets": sorted({each.files.set or _TRAINING for each in steps}),
-            "forks": sorted(Counter(reason for each in self._chain("forks") if each for reason in set(each)).items()),
+            "forks": sorted(forks.items()),
             "parts": sorted(name.removeprefix(PART) for name in parts),
             "flags": {name: int(np.count_nonzero(self._get(name))) for name in _FLAGS},
         }
@@ -202,21 +213,42 @@ class Table:
 
 def _list_values(step: _Step, name: str) -> Iterable[Any]:
     """What is compared of a step's rollouts, by its name in a query."""
-    columns = step.columns
-    match name:
-        case "step":
-            return [step.files.step] * len(columns["status"])
-        case "failed":
-            ends = zip(columns["status"], columns["error"], strict=True)
-            return (error is not None or status in _FAILED for status, error in ends)
-        case "forked":
-            return (rows > 1 or bool(forks) for rows, forks in zip(columns["num_rows"], columns["forks"], strict=True))
-        case "untrained":
-            return (not each and step.files.set is None for each in columns["is_trained"])
-        case "variance":
-            varied = _find_varied_groups(columns["group"], columns["reward"])
-            return (group in varied for group in columns["group"])
-    return columns.get(_COLUMNS.get(name, name)) or [None] * len(columns["status"])
+    if name in _DERIVED:
+        return _DERIVED[name](step)
+    return step.columns.get(_COLUMNS.get(name, name)) or [None] * len(step.columns["status"])
+
+
+def _list_steps(step: _Step) -> Iterable[int]:
+    return [step.files.step] * len(step.columns["status"])
+
+
+def _list_failed(step: _Step) -> Iterable[bool]:
+    ends = zip(step.columns["status"], step.columns["error"], strict=True)
+    return (error is not None or status in _FAILED for status, error in ends)
+
+
+def _list_forked(step: _Step) -> Iterable[bool]:
+    pairs = zip(step.columns["num_rows"], step.columns["forks"], strict=True)
+    return (num_rows > 1 or bool(forks) for num_rows, forks in pairs)
+
+
+def _list_untrained(step: _Step) -> Iterable[bool]:
+    return (not each and step.files.set is None for each in step.columns["is_trained"])
+
+
+def _list_varied(step: _Step) -> Iterable[bool]:
+    varied = _find_varied_groups(step.columns["group"], step.columns["reward"])
+    return (group in varied for group in step.columns["group"])
+
+
+_DERIVED: Mapping[str, Callable[[_Step], Iterable[Any]]] = {
+    "step": _list_steps,
+    "failed": _list_failed,
+    "forked": _list_forked,
+    "untrained": _list_untrained,
+    "variance": _list_varied,
+}
+"""What a query may compare besides columns, by its name there."""
 
 
 def _find_varied_groups(groups: Iterable[Any], rewards: Iterable[float | None]) -> set[Any]:
