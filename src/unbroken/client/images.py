@@ -101,11 +101,16 @@ async def read_images(given: Sequence[Any] | None, num_prompts: int) -> RequestI
         raise InvalidInputError(
             f"images must have one entry per prompt (None for no image): got {len(given)} for {num_prompts} prompts"
         )
-    listed = [own if own is None or isinstance(own, (list, tuple)) else (own,) for own in given]
+    listed = [None if own is None else _to_tuple(own) for own in given]
     if all(isinstance(item, (EncodedImage, ImageSpan)) for own in listed for item in own or ()):
-        return RequestImages(by_prompt=tuple(None if own is None else tuple(own) for own in listed))
+        return RequestImages(by_prompt=tuple(listed))
     names = [f"images[{index}]" for index in range(num_prompts)]
     return await asyncio.to_thread(lambda: RequestImages(by_prompt=tuple(map(_read_all, listed, names))))
+
+
+def _to_tuple(own: Any) -> tuple[Any, ...]:
+    """The images of one prompt, which may be one image."""
+    return tuple(own) if isinstance(own, (list, tuple)) else (own,)
 
 
 def _read_all(given: Sequence[Any] | None, name: str) -> tuple[str | EncodedImage | ImageSpan, ...] | None:

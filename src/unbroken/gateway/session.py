@@ -241,13 +241,17 @@ class Session:
                     param=f"limits.{name}",
                     code="session_limit_reached",
                 )
-        busy = None
-        if len(live) >= self._max_in_flight:
-            busy = f"the session may have {self._max_in_flight} requests at a time, and has {len(live)}"
-        elif limits.tokens is not None and self._count_tokens_left(limits.tokens) < num_turns:
-            busy = "the requests in flight have reserved all ids that are left of the session's limits.tokens"
-        if busy is not None:
+        if (busy := self._find_busy(len(live), num_turns)) is not None:
             raise HttpError(429, busy, code="session_busy", headers={"Retry-After": "1"})
+
+    def _find_busy(self, num_live: int, num_turns: int) -> str | None:
+        """Why a question has to wait for those at work; None if it has not."""
+        limits = self.settings.limits
+        if num_live >= self._max_in_flight:
+            return f"the session may have {self._max_in_flight} requests at a time, and has {num_live}"
+        if limits.tokens is not None and self._count_tokens_left(limits.tokens) < num_turns:
+            return "the requests in flight have reserved all ids that are left of the session's limits.tokens"
+        return None
 
     def _count_sampled(self) -> int:
         """Number of ids that were sampled and not given back: those of aborted turns count too."""

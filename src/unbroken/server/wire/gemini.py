@@ -585,10 +585,14 @@ def convert_schema(schema: Any) -> Any:
         del given["type"]
     made = {name: _convert_keyword(name, value) for name, value in given.items()}
     if isinstance(order, list) and isinstance(made.get("properties"), dict):
-        properties = made["properties"]
-        first = {name: properties[name] for name in order if isinstance(name, str) and name in properties}
-        made["properties"] = first | properties
+        made["properties"] = _order(made["properties"], order)
     return _allow_null(made) if nullable is True else made
+
+
+def _order(properties: dict[str, Any], order: list[Any]) -> dict[str, Any]:
+    """The properties that are named first, in this order; others keep theirs."""
+    named = {name: properties[name] for name in order if isinstance(name, str) and name in properties}
+    return named | properties
 
 
 def _convert_keyword(name: str, value: Any) -> Any:

@@ -196,11 +196,15 @@ def _check_row(name: str, row: Mapping[str, Any], *, num_messages: int) -> None:
         raise InvalidInputError(f"{name}.token_ids must be from 0 to {2**31 - 1}")
     if messages and not 0 <= min(messages) <= max(messages) < num_messages:
         raise InvalidInputError(f"{name}.messages must be places in messages, got {messages!r:.100}")
-    spans = [(each["start"], each["stop"]) for each in (*row["segments"], *row["images"])]
-    spans += [tuple(span[:2]) for kind in _SPANS for span in row.get(kind) or ()]
-    for start, stop in spans:
+    for start, stop in _list_spans(row):
         if not 0 <= start <= stop <= len(ids):
             raise InvalidInputError(f"{name} has the span {start} to {stop} of {len(ids)} ids")
+
+
+def _list_spans(row: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Start and stop of everything in a row that is about some of its ids."""
+    spans = [(each["start"], each["stop"]) for each in (*row["segments"], *row["images"])]
+    return spans + [tuple(span[:2]) for kind in _SPANS for span in row.get(kind) or ()]
 
 
 def _describe(error: ValidationError | InvalidInputError) -> str:
