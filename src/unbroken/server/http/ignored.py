@@ -9,7 +9,6 @@ A model that allows other keys checks them itself, and one that forbids them has
 from __future__ import annotations
 
 import functools
-import re
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,17 +28,11 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
 }
 """Of the fields whose default is another value, or for which one of the common values asks for something."""
 MAX_NAMED = 20
-_SAFE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 def asks_for_something(name: str, value: Any) -> bool:
     """Whether a field has another value than its default."""
     return value not in DEFAULTS.get(name, NO_EFFECT)
-
-
-def is_safe_name(name: str) -> bool:
-    """Whether a header can have this name of a field."""
-    return _SAFE_NAME.fullmatch(name) is not None
 
 
 def find_ignored(given: Any, models: Sequence[type[BaseModel]]) -> list[str]:
@@ -68,7 +61,7 @@ def _list_ignored(given: dict[str, Any], model: type[BaseModel], place: str) -> 
     for name, value in given.items():
         if name in fields:
             yield from _find_ignored(value, fields[name], f"{place}{name}.")
-        elif _ignores(model) and asks_for_something(name, value) and is_safe_name(name):
+        elif _ignores(model) and asks_for_something(name, value):
             yield f"{place}{name}"
 
 

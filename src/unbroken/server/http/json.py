@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from unbroken import compact
 from unbroken.errors import InvalidInputError
-from unbroken.server.http.ignored import find_ignored, is_safe_name, list_models
+from unbroken.server.http.ignored import find_ignored, list_models
 from unbroken.types.arrays import MAX_DEPTH, is_deep
 from unbroken.untrusted import MAX_VALUES, count_opened, count_values
 
@@ -54,12 +54,8 @@ def negotiated_response(request: Request, value: Any) -> Response:
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> None:
-    r"""Name these fields in the header of the answer, after those that are named already.
-
-    Names that a header cannot have are left out: `chat_template_kwargs: {"\u0100": 1}` was answered with 500.
-    """
-    safe = [name for name in names if all(map(is_safe_name, name.split(".")))]
-    request.scope[_IGNORED] = [*request.scope.get(_IGNORED, ()), *safe]
+    """Name these fields in the header of the answer, after those that are named already."""
+    request.scope[_IGNORED] = [*request.scope.get(_IGNORED, ()), *names]
 
 
 def _escape_name(name: str) -> str:

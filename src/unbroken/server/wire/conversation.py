@@ -26,7 +26,6 @@ from unbroken.images.loader import find_image_parts
 from unbroken.messages import Message, ToolCall, ToolSchema
 from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.http.ignored import is_safe_name
 from unbroken.server.wire.fields import Fields
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

@@ -17,7 +17,7 @@ from typing import Any
 
 from unbroken.messages import REASONING_KEYS
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.http.ignored import MAX_NAMED, asks_for_something, is_safe_name
+from unbroken.server.http.ignored import MAX_NAMED, asks_for_something
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +44,7 @@ class Fields:
         if wrong:
             named = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({why})" for name, why in wrong.items()]
             raise _refuse(named, place, param=prefix + next(iter(wrong)))
-        named = [name for name in sorted(asked) if name not in self.returned and is_safe_name(name)]
+        named = [name for name in sorted(asked) if name not in self.returned]
         return [f"{prefix}{name}" for name in named][:MAX_NAMED]
 
     def _find_refused(self, asked: Mapping[str, Any]) -> dict[str, str]:
@@ -101,11 +101,7 @@ def list_asked(given: Mapping[str, Any] | None, place: str, known: Set[str] = fr
 
 
 def _list_asked(given: Mapping[str, Any], known: Set[str]) -> list[str]:
-    return [
-        name
-        for name, value in given.items()
-        if name not in known and asks_for_something(name, value) and is_safe_name(name)
-    ]
+    return [name for name, value in given.items() if name not in known and asks_for_something(name, value)]
 
 
 def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:
