@@ -182,6 +182,17 @@ def _render_probe(template: ChatTemplate, turn: ProbeMessage, parts: bool) -> st
         return ""
 
 
+def get_texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a converted message's content."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def says_something(turn: Mapping[str, Any]) -> bool:
+    """Whether a converted message has a call, reasoning, or content that is more than white space."""
+    return bool(turn.get("tool_calls") or get_reasoning(turn) or any(map(str.strip, get_texts(turn))))
+
+
 def parse_arguments(arguments: str) -> Any:
     """Parse a call's arguments from JSON; text that is not JSON is returned as it is."""
     try:

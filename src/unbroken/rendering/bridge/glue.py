@@ -30,24 +30,13 @@ Of a long conversation the second text is compared with the one of a few of its 
 the turn before: if both are the same after the prompt that was sampled from, the glue of the short conversation, found
 in the same way, is that of the long one too, and no second long text is rendered.
 
-The second text also says whether a fresh rendering would have kept the prompt and the turn (P2). If it rewrites them,
-messages before the turn may have moved behind it: that is checked with sentinels in their texts. An exact bridge (P1)
-leaves that open (R is reasoning, A the turn's text):
-
-    prompt and turn                      the same, once a user message follows           effect
-    ..assistant\nA                       ..assistant\nA<|im_end|>\n<|im_start|>user..    KEPT
-    ..assistant\n<think>\nR\n</think>A   ..assistant\nA<|im_end|>\n<|im_start|>user..    DROPS_REASONING
-
-The rendering of the conversation up to the end of the turn is compared with the one of the messages before the turn,
-which was rendered when the last bridge was built, and with the turn as it was sampled. Only where that differs (a model
-that writes `{"a":1}` where the template writes `{"a": 1}`), the turn is rendered too.
+The second text also says whether a fresh rendering would have kept the prompt and the turn (P2): see `history_effect`.
+If it rewrites them, messages before the turn may have moved behind it: that is checked with sentinels in their texts.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -55,8 +44,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import REASONING_KEYS, Message, ToolSchema, get_reasoning, iterate_strings
+from unbroken.messages import Message, ToolSchema, iterate_strings
 from unbroken.rendering.base import HistoryEffect, RefusalReason
+from unbroken.rendering.bridge.history_effect import HistoryEffects
+from unbroken.rendering.bridge.sentinels import (
+    SentinelTexts,
+    TurnSentinels,
+    build_sentinel_turn,
+    choose_word,
+    may_change_shape,
+    stand_once,
+)
 from unbroken.rendering.bridge.turn_ends import BridgeRefusedError, TurnEnds
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.marks import (
@@ -69,7 +67,7 @@ from unbroken.rendering.encoding.marks import (
     strip_marks,
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
-from unbroken.rendering.message_format import MessageFormat, parse_arguments
+from unbroken.rendering.message_format import MessageFormat, get_texts, says_something
 from unbroken.rendering.prompt import KnownPrompt, RecentPrompts
 from unbroken.threads import RendererLock
 
@@ -95,27 +93,6 @@ class Glue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sentinels:
-    """Texts that no message has: they begin with `word`."""
-
-    word: str
-    of_end: tuple[str, ...]
-    """The turn ends after the last of them: those of its last call, and that of its content."""
-    of_calls: tuple[str, ...]
-    """One of each call that the template may write."""
-    is_bare: bool = False
-    """Nothing was added to the turn but what stands at the end of a name or of reasoning."""
-
-    def stand_for_calls(self, turn: Mapping[str, Any], text: str) -> bool:
-        """Whether those of all calls of the turn are in a text."""
-        return sum(each in text for each in self.of_calls) == len(turn.get("tool_calls") or ())
-
-    def remove_names(self, glue: str) -> str:
-        """The glue without the sentinels of names, which the headers of results may quote."""
-        return re.sub(rf"{self.word}Name\d+z", "", glue) if self.is_bare else glue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
     """A conversation in the template's message format, and the turn once more with a sentinel in each text."""
 
@@ -124,7 +101,7 @@ class _Conversation:
     new: list[dict[str, Any]]
     tools: Sequence[ToolSchema]
     sentinel_turn: dict[str, Any]
-    sentinels: _Sentinels
+    sentinels: TurnSentinels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +151,7 @@ class GlueFinder:
         self._end_pattern = re.compile("|".join(map(re.escape, self._end_tokens)))
         self._prompts = prompts
         self._may_move = frozenset({"system", "developer"}) if repeats_system else frozenset()
-        self._effects = _HistoryEffects(self._render, self._end_pattern, reasoning_markup)
+        self._effects = HistoryEffects(self._render, self._end_pattern, reasoning_markup)
 
     def find(
         self,
@@ -216,6 +193,7 @@ class GlueFinder:
                 writes_calls=conversation.sentinels.stand_for_calls(turn, cut.before),
                 sampled_text=sampled_text,
             )
+            # Of the effects only these may write messages before the turn again, after it.
             if history is HistoryEffect.REWRITTEN or history is None:
                 self._check_nothing_moved(conversation, real, cut.glue)
         except TemplateError as error:
@@ -267,10 +245,12 @@ class GlueFinder:
         real: str,
     ) -> _Found:
         """The glue in the text `real` of a conversation, found with sentinels that keep the shape of its turn."""
-        word = _choose_word("W", real)
+        word = choose_word("W", real)
+        calls: Sequence[Mapping[str, Any]] = (turn.get("tool_calls") or ()) if self._format.renders_calls else ()
         first_error: Exception | None = None
-        for is_bare in (False, True) if self._may_be_bare(turn) else (False,):
-            sentinel_turn, sentinels = self._build_sentinel_turn(turn, word, is_bare=is_bare)
+        # Sentinels made turns of another shape, and refused without cause: a call without arguments got one.
+        for is_bare in (False, True) if may_change_shape(turn, calls) else (False,):
+            sentinel_turn, sentinels = build_sentinel_turn(turn, word, calls=calls, is_bare=is_bare)
             conversation = _Conversation(
                 before=before, turn=turn, new=new, tools=tools, sentinel_turn=sentinel_turn, sentinels=sentinels
             )
@@ -285,10 +265,7 @@ class GlueFinder:
 
     def _cut_marked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]] | None:
         """The glue and its spans, from a rendering with marks; None if they do not show that it is right."""
-        may_forge, turn = self._encoder.may_forge, conversation.sentinel_turn
-        if calls := turn.get("tool_calls"):
-            named = mark_suspicious_strings(_remove_arguments(calls), may_forge)
-            turn = {**turn, "tool_calls": [_add_arguments(*pair) for pair in zip(named, calls, strict=True)]}
+        may_forge, turn = self._encoder.may_forge, self._mark_calls(conversation.sentinel_turn)
         new = mark_messages(conversation.new, may_forge)
         try:
             marked = self._render(
@@ -303,12 +280,20 @@ class GlueFinder:
         if self._explain_difference(conversation, real, cut.before, glue) is not None:
             return None
         shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
-        texts = [(index, text) for index, message in enumerate(conversation.new) for text in _get_texts(message)]
-        if not _stand_once(shown, [index for index, text in texts if text.strip()], conversation.new):
+        expected = [index for index, message in enumerate(conversation.new) for _ in _list_words([message])]
+        if not stand_once(shown, expected, conversation.new):
             return None
-        if len(shown) < len(texts):  # a blank text has no mark
+        if len(shown) < len(_list_texts(conversation.new)):  # a blank text has no mark
             self._check_each_stands_once(conversation, turn, real, glue)
         return replace(cut, glue=glue), spans
+
+    def _mark_calls(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """The turn with marks around the names and ids of calls that may forge: headers of results may quote them."""
+        calls = turn.get("tool_calls")
+        if not calls:
+            return turn
+        named = mark_suspicious_strings(_remove_arguments(calls), self._encoder.may_forge)
+        return {**turn, "tool_calls": [_add_arguments(*pair) for pair in zip(named, calls, strict=True)]}
 
     def _cut_unmarked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]]:
         """The glue from a rendering of the new messages as they are. No text in it may forge a control token."""
@@ -326,51 +311,7 @@ class GlueFinder:
         self._check_each_stands_once(conversation, turn, real, cut.glue)
         return cut, []
 
-    def _may_be_bare(self, turn: Mapping[str, Any]) -> bool:
-        """Whether the turn says only reasoning, or makes a call without arguments: sentinels may change its shape."""
-        if calls := self._get_calls(turn):
-            return not all(map(_read_arguments, calls))
-        return bool(get_reasoning(turn)) and not any(map(str.strip, _get_texts(turn)))
-
-    def _get_calls(self, turn: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """The turn's calls, if the template writes calls."""
-        return (turn.get("tool_calls") or ()) if self._format.renders_calls else ()
-
-    def _build_sentinel_turn(
-        self, real_turn: Mapping[str, Any], word: str, *, is_bare: bool = False
-    ) -> tuple[dict[str, Any], _Sentinels]:
-        """The turn with a sentinel at the end of each text.
-
-        Content without words gets one only if there are no calls, to mark the end of the turn, and a call without
-        arguments gets one. Names and ids of calls stay, because some templates write them into the headers of results.
-
-        A template may write a turn of another shape then. If it `is_bare`, neither content nor arguments are added: its
-        end is marked at the end of its reasoning, or of a call's name.
-        """
-        turn = {**real_turn}
-        for key in REASONING_KEYS:
-            if isinstance(turn.get(key), str):
-                turn[key] += f"{word}Reasoning"
-        of_end: list[str] = []
-        of_calls: list[str] = []
-        if calls := self._get_calls(turn):
-            changed = [
-                _add_to_name(call, f"{word}Name{number}z")
-                if is_bare and not _read_arguments(call)
-                else _add_sentinels(call, f"{word}Call{number}")
-                for number, call in enumerate(calls)
-            ]
-            turn["tool_calls"] = [call for call, _ in changed]
-            of_calls += [sentinels[0] for _, sentinels in changed]
-            of_end += changed[-1][1]
-        if any(map(str.strip, _get_texts(turn))) or not (calls or is_bare):
-            turn["content"] = _add_to_content(turn["content"], f"{word}Text")
-            of_end.append(f"{word}Text")
-        return turn, _Sentinels(
-            word=word, of_end=tuple(of_end or [f"{word}Reasoning"]), of_calls=tuple(of_calls), is_bare=is_bare
-        )
-
-    def _cut(self, text: str, sentinels: _Sentinels) -> _Cut:
+    def _cut(self, text: str, sentinels: TurnSentinels) -> _Cut:
         """Cut a text at the first token that ends a turn after the sentinels.
 
         Some templates leave out the text of a turn that has calls; its last call must be there.
@@ -397,23 +338,27 @@ class GlueFinder:
         Text is the turn's own if it closes calls, and the template writes it with nothing after them, too. Of a bare
         turn, whose kind was not probed, that must hold for the whole end, which is returned.
         """
-        is_bare, ending = conversation.sentinels.is_bare, ""
-        if is_bare and not self._ends.headers:
-            stop = next(
-                (match for match in self._end_pattern.finditer(cut.glue) if match.group() in self._ends.stops), None
-            )
-            ending = cut.glue[: stop.end()] if stop is not None else cut.glue
+        is_bare = conversation.sentinels.is_bare
+        ending = self._find_whole_end(cut.glue) if is_bare and not self._ends.headers else ""
         if not is_bare and not cut.closing:
             return ""
         if is_bare or conversation.turn.get("tool_calls"):
-            is_all = r"\s*\Z" if is_bare and not ending else ""  # the next header is the end
+            # Without an end of its own the turn ends where the text does: the header of the next message ends it.
+            is_all = r"\s*\Z" if is_bare and not ending else ""
             pattern = re.compile(rf"\s*{re.escape(cut.closing)}\s*{re.escape(ending)}{is_all}")
             if any(map(pattern.match, self._render_ends(conversation))):
                 return ending
+        # Bridges lost it: of the header `user: see <img>` only what follows `<img>` was left.
         raise BridgeRefusedError(
             RefusalReason.UNDERIVABLE,
             f"{cut.closing[:_NUM_SHOWN]!r} stands between the turn and {cut.end_token!r}, which should end it",
         )
+
+    def _find_whole_end(self, glue: str) -> str:
+        """The beginning of the glue up to the stop; all of it if there is no stop."""
+        matches = self._end_pattern.finditer(glue)
+        stop = next((match for match in matches if match.group() in self._ends.stops), None)
+        return glue if stop is None else glue[: stop.end()]
 
     def _render_ends(self, conversation: _Conversation) -> Iterator[str]:
         """The text after the turn's last sentinel, where it ends a short conversation, and where it ends this one."""
@@ -443,7 +388,9 @@ class GlueFinder:
             conversation.sentinels.word,
             *(call["function"]["name"] for call in conversation.turn.get("tool_calls") or ()),
         ]
-        may_differ = num_own > 0 or not _says_something(conversation.turn)
+        # A template that moves an earlier message behind the turn keeps the glue, but has another message before it.
+        # A turn that spells ends, or says nothing, has no beginning to compare.
+        may_differ = num_own > 0 or not says_something(conversation.turn)
         if num_more == 0 and not may_differ and not self._begins_like(real_before, before, own):
             return f"another message is before it: ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
         if 0 <= num_more <= num_own:
@@ -471,7 +418,7 @@ class GlueFinder:
         The template may treat sentinels otherwise than the texts: all that it writes around them is in `glue` too.
         Where it is not, because a text says `/no_think`, the sentinels stand at the ends of the texts.
         """
-        word = _choose_word("X", real)
+        word = choose_word("X", real)
         try:
             self._check_sentinels(conversation, turn, glue, word, keeps_texts=False)
         except BridgeRefusedError as error:
@@ -483,34 +430,29 @@ class GlueFinder:
     def _check_sentinels(
         self, conversation: _Conversation, turn: dict[str, Any], glue: str, word: str, *, keeps_texts: bool
     ) -> None:
-        names: list[str] = []
-        probes = [_replace_texts(message, word, names, keeps_texts=keeps_texts) for message in conversation.new]
-        text = self._render([*conversation.before, turn, *probes], tools=conversation.tools)
-        around, found = _split_at(self._cut(text, conversation.sentinels).glue, rf"{word}New\d+z")
-        places = [names.index(name) for name in found]
-        owners = [index for index, message in enumerate(conversation.new) for _ in _get_texts(message)]
-        is_sorted = all(one < other for one, other in itertools.pairwise(places) if owners[one] == owners[other])
-        if not is_sorted or not _stand_once([owners[place] for place in places], owners, conversation.new):
+        probes = SentinelTexts(conversation.new, word, keeps_texts=keeps_texts)
+        text = self._render([*conversation.before, turn, *probes.messages], tools=conversation.tools)
+        around, numbers = probes.split(self._cut(text, conversation.sentinels).glue)
+        if not probes.stand_once(numbers):
             raise BridgeRefusedError(
                 RefusalReason.DROPS_MESSAGE,
-                f"the template drops, repeats or reorders new messages: of their texts 0 to {len(names) - 1} it writes "
-                f"{places} after the turn",
+                "the template drops, repeats or reorders new messages: of their texts 0 to "
+                f"{len(probes.names) - 1} it writes {numbers} after the turn",
             )
-        if keeps_texts:
-            is_same = _has_pieces(around, glue)
-        else:
-            texts = [text for message in conversation.new for text in _get_texts(message)]
-            num_control = sum(map(self._count_control, [*around, *texts]))
-            is_same = num_control == self._count_control(glue) and _stand_in_order(around, glue)
-        if not is_same:
+        # Texts that stay may have control tokens of their own between the pieces; those that are replaced have theirs
+        # in the glue only.
+        has_same_control = keeps_texts or self._count_control([*around, *_list_texts(conversation.new)]) == (
+            self._count_control([glue])
+        )
+        if not has_same_control or not probes.fit_into(around, glue):
             raise BridgeRefusedError(
                 RefusalReason.HISTORY_DEPENDENT,
                 "the text around the new messages depends on what they say: "
                 f"{glue[:_NUM_SHOWN]!r}.. instead of {'..'.join(around)[:_NUM_SHOWN]!r}..",
             )
 
-    def _count_control(self, text: str) -> int:
-        return sum(1 for _ in self._encoder.control.find(text))
+    def _count_control(self, texts: Sequence[str]) -> int:
+        return sum(1 for text in texts for _ in self._encoder.control.find(text))
 
     def _check_nothing_forged(
         self, conversation: _Conversation, glue: str, known: KnownPrompt | None
@@ -530,7 +472,7 @@ class GlueFinder:
 
     def _check_spelling(self, conversation: _Conversation, glue: str, spelled: frozenset[str]) -> None:
         """Check that the glue stays the same where the messages before the turn spell none of these tokens."""
-        word = _choose_word("X", glue)
+        word = choose_word("X", glue)
         pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))))
         before = [_replace_pattern(message, pattern, word) for message in conversation.before]
         messages = [*before, conversation.sentinel_turn, *conversation.new]
@@ -546,23 +488,23 @@ class GlueFinder:
         Sentinels as their texts show that, and sentinels at the ends of their texts, where a template moves a message
         because of what it says. Where both change the glue, the texts themselves are looked for in it.
         """
-        word = _choose_word("X", real)
+        word = choose_word("X", real)
         fixed = [message for message in conversation.before if message["role"] not in self._may_move]
         for keeps_texts in (False, True):
-            names: list[str] = []
-            replaced = [_replace_texts(message, word, names, keeps_texts=keeps_texts) for message in fixed]
-            rest = iter(replaced)
-            probes = [each if each["role"] in self._may_move else next(rest) for each in conversation.before]
-            text = self._render([*probes, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
+            probes = SentinelTexts(fixed, word, keeps_texts=keeps_texts)
+            rest = iter(probes.messages)
+            before = [each if each["role"] in self._may_move else next(rest) for each in conversation.before]
+            text = self._render([*before, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
             glue = self._cut(text, conversation.sentinels).glue
-            if any(name in glue for name in names):
+            if any(name in glue for name in probes.names):
                 raise _moved_error()
             if glue == real_glue:
                 return
         rest_of_glue = functools.reduce(
-            lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue
+            lambda text, new: text.replace(new, ""), _list_words(conversation.new), real_glue
         )
-        if any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest_of_glue) for words in _get_words(fixed)):
+        # Whole words: the text "a" of a message stands in nearly each glue.
+        if any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest_of_glue) for words in _list_words(fixed)):
             raise _moved_error()
 
 
@@ -580,28 +522,13 @@ def _shorten(before: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     return [*before[: first + 1], *before[turn:]] if first < turn and num_left * _MIN_RATIO <= len(before) else None
 
 
-def _choose_word(letter: str, text: str) -> str:
-    """The beginning of sentinels, which `text` does not contain."""
-    return next(word for number in itertools.count(7) if (word := f"{letter}q{number}") not in text)
+def _list_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [text for message in messages for text in get_texts(message)]
 
 
-def _get_texts(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a converted message's content."""
-    content = message["content"]
-    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-
-
-def _get_parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return message["content"] if isinstance(message["content"], list) else ()
-
-
-def _get_words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+def _list_words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The texts of messages without white space around them, if there is more to them."""
-    return [words for message in messages for text in _get_texts(message) if (words := text.strip())]
-
-
-def _says_something(turn: Mapping[str, Any]) -> bool:
-    return bool(turn.get("tool_calls") or get_reasoning(turn) or any(map(str.strip, _get_texts(turn))))
+    return [words for text in _list_texts(messages) if (words := text.strip())]
 
 
 def _find_spelled(tokens: frozenset[str], messages: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -627,54 +554,6 @@ def _replace_pattern(message: Mapping[str, Any], pattern: re.Pattern[str], word:
     return {key: value if key == "role" else replace_in(value) for key, value in message.items()}
 
 
-def _replace_texts(
-    message: Mapping[str, Any], word: str, names: list[str], *, keeps_texts: bool = False
-) -> dict[str, Any]:
-    """The message with a new sentinel, which is added to `names`, as each text of its content, or at its end."""
-
-    def replace_text(text: str) -> str:
-        names.append(f"{word}New{len(names)}z")
-        return text + names[-1] if keeps_texts else names[-1]
-
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": replace_text(content)}
-    parts = [{**part, "text": replace_text(part["text"])} if part["type"] == "text" else part for part in content]
-    return {**message, "content": parts}
-
-
-def _add_to_content(content: Any, sentinel: str) -> Any:
-    if isinstance(content, str):
-        return content + sentinel
-    return [*content[:-1], {"type": "text", "text": (content[-1]["text"] if content else "") + sentinel}]
-
-
-def _read_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call; empty if there are none, or they are no object."""
-    given = call["function"].get("arguments")
-    arguments = parse_arguments(given) if isinstance(given, str) else given
-    return arguments if isinstance(arguments, Mapping) else {}
-
-
-def _add_sentinels(call: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """The call with a sentinel at the end of each argument, or as its only one; and the sentinels."""
-    function = call["function"]
-    arguments = _read_arguments(call) or {prefix: ""}
-    sentinels = [f"{prefix}z{number}z" for number in range(len(arguments))]
-    values = {
-        key: value + sentinel if isinstance(value, str) else sentinel
-        for (key, value), sentinel in zip(arguments.items(), sentinels, strict=True)
-    }
-    changed = json.dumps(values, ensure_ascii=False) if isinstance(function.get("arguments"), str) else values
-    return {**call, "function": {**function, "arguments": changed}}, sentinels
-
-
-def _add_to_name(call: Mapping[str, Any], sentinel: str) -> tuple[dict[str, Any], list[str]]:
-    """The call with a sentinel at the end of its name, and that."""
-    function = call["function"]
-    return {**call, "function": {**function, "name": function["name"] + sentinel}}, [sentinel]
-
-
 def _add_arguments(named: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
     return {**named, "function": {**named["function"], "arguments": call["function"]["arguments"]}}
 
@@ -684,155 +563,6 @@ def _remove_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [{**call, "function": {**call["function"], "arguments": None}} for call in calls]
 
 
-def _split_at(text: str, pattern: str) -> tuple[list[str], list[str]]:
-    """The pieces of a text between the matches, and the matches."""
-    pieces = re.split(f"({pattern})", text)
-    return pieces[::2], pieces[1::2]
-
-
-def _stand_in_order(pieces: Sequence[str], text: str) -> bool:
-    """Whether a text begins with the first piece, ends with the last, and has the others between them in order."""
-    if len(pieces) == 1:
-        return text == pieces[0]
-    position, stop = len(pieces[0]), len(text) - len(pieces[-1])
-    for piece in pieces[1:-1]:
-        found = text.find(piece, position, max(stop, 0))
-        if found < 0:
-            return False
-        position = found + len(piece)
-    return text.startswith(pieces[0]) and text.endswith(pieces[-1]) and position <= stop
-
-
-def _has_pieces(pieces: Sequence[str], text: str) -> bool:
-    """Whether a text is these pieces. White space at the end of each, which a template may cut, does not count."""
-    *others, last = pieces
-    return (
-        re.fullmatch("".join(rf"{re.escape(each.rstrip())}\s*" for each in others) + re.escape(last), text) is not None
-    )
-
-
-def _stand_once(shown: Sequence[int], expected: Sequence[int], new: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the texts of new messages, named by the messages' indices, stand once each and in order.
-
-    Results that follow each other may stand in another order: some templates sort them as the calls are. Images are not
-    named, and must stand in order.
-    """
-    if shown == expected:
-        return True
-    if sorted(shown) != sorted(expected) or any(part["type"] != "text" for m in new for part in _get_parts(m)):
-        return False
-    groups = [index for index, _ in itertools.groupby(shown)]
-    runs = [*itertools.accumulate(int(m["role"] != "tool" or new[k - 1]["role"] != "tool") for k, m in enumerate(new))]
-    return len(groups) == len(set(groups)) and [runs[index] for index in shown] == [runs[index] for index in expected]
-
-
 def _count_common_suffix(left: str, right: str) -> int:
     pairs = zip(reversed(left), reversed(right), strict=False)
     return next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-
-
-_MAX_OPENING = 200
-"""How many characters at the end of a prompt may open reasoning."""
-_Render = Callable[..., str]
-"""`ChatTemplate.render`."""
-
-
-class _HistoryEffects:
-    """Finds what a fresh rendering would have kept of everything before a bridge, for one template (P2)."""
-
-    def __init__(self, render: _Render, end_pattern: re.Pattern[str], reasoning_markup: tuple[str, str]) -> None:
-        self._render = render
-        self._end_pattern = end_pattern
-        opening, closing = map(re.escape, reasoning_markup)
-        self._empty_reasoning = re.compile(rf"{opening}\s*(?:{closing}\s*)?")
-        self._reasoning = re.compile(rf"{opening}(?:(?!{opening}).)*?{closing}\s*|{opening}\s*", re.DOTALL)
-        self._open_reasoning = re.compile(rf"{opening}\s*\Z")
-        self._opening = re.compile(rf"{opening}\s*(?:{closing}\s*)?\Z")
-
-    def cut_opening(self, prompt: str, text: str) -> str | None:
-        """The prompt, or the prompt before reasoning that it opens, with which a text begins; None if with neither."""
-        if text.startswith(prompt):
-            return prompt
-        opened = self._opening.search(prompt, max(len(prompt) - _MAX_OPENING, 0))
-        before = "" if opened is None else prompt[: opened.start()]
-        return before if before and text.startswith(before) else None
-
-    def find(
-        self,
-        messages: list[dict[str, Any]],
-        turn: int,
-        full: str,
-        *,
-        prompt: str | None,
-        tools: Sequence[ToolSchema],
-        glue: str,
-        writes_calls: bool,
-        sampled_text: Callable[[], str],
-    ) -> HistoryEffect | None:
-        """The effect on `messages` up to the `turn`, whose rendering as part of all of them is `full` + `glue`.
-
-        `prompt` is the rendering of the messages before the turn, if that is known.
-        None if the template refuses to render the messages before the turn alone. If not all calls of the turn stand
-        in it (`writes_calls`), they are lost in each rendering of it, so that two are equal.
-        """
-        try:
-            if prompt is None:
-                prompt = self._render(messages[:turn], tools=tools, add_generation_prompt=True)
-            if (effect := self._compare_sampled(prompt, full, sampled_text)) is not None:
-                return effect
-            if not writes_calls or self._is_lost(messages[turn], sampled_text()):
-                return HistoryEffect.REWRITTEN
-            return self._compare_rendered(prompt, full, messages, turn, tools=tools, glue=glue)
-        except TemplateError:
-            return None
-
-    def _is_lost(self, turn: Mapping[str, Any], sampled: str) -> bool:
-        """Whether the turn says nothing, though something was sampled: a call that failed is in no message."""
-        return not _says_something(turn) and bool(
-            self._end_pattern.sub("", self._empty_reasoning.sub("", sampled)).strip()
-        )
-
-    def _compare_sampled(self, prompt: str, full: str, sampled_text: Callable[[], str]) -> HistoryEffect | None:
-        """Compare the turn with its sampled text; None if they differ in more than reasoning."""
-        opened = self._open_reasoning.search(prompt, max(len(prompt) - _MAX_OPENING, 0))
-        before = prompt if opened is None else prompt[: opened.start()]
-        if not full.startswith(before):
-            return None
-        turn, sampled = full[len(before) :], prompt[len(before) :] + sampled_text()
-        if self._is_whole(turn, sampled):
-            return HistoryEffect.KEPT
-        without = self._empty_reasoning.sub("", turn)
-        if not self._reasoning.search(without) and self._is_whole(without, self._reasoning.sub("", sampled)):
-            return HistoryEffect.DROPS_REASONING
-        return None
-
-    def _compare_rendered(
-        self,
-        prompt: str,
-        full: str,
-        messages: list[dict[str, Any]],
-        turn: int,
-        *,
-        tools: Sequence[ToolSchema],
-        glue: str,
-    ) -> HistoryEffect:
-        last = self._render(messages[: turn + 1], tools=tools, add_generation_prompt=False)
-        if full.startswith(prompt) and self._is_whole(full, last):
-            reasoning = (get_reasoning(messages[turn]) or "").strip()
-            return HistoryEffect.KEPT if reasoning in full[len(prompt) :] else HistoryEffect.DROPS_REASONING
-        bare = [{key: value for key, value in message.items() if key not in REASONING_KEYS} for message in messages]
-        prompt, last, full = (
-            self._empty_reasoning.sub("", text)
-            for text in (
-                self._render(bare[:turn], tools=tools, add_generation_prompt=True),
-                self._render(bare[: turn + 1], tools=tools, add_generation_prompt=False),
-                self._render(bare, tools=tools, add_generation_prompt=True).removesuffix(glue),
-            )
-        )
-        is_kept = full.startswith(prompt) and self._is_whole(full, last)
-        return HistoryEffect.DROPS_REASONING if is_kept else HistoryEffect.REWRITTEN
-
-    def _is_whole(self, text: str, ended: str) -> bool:
-        """Whether `ended` is the text and nothing else than the end of the turn."""
-        rest = ended[len(text) :].lstrip() if ended.startswith(text) else "not its end"
-        return not rest or self._end_pattern.match(rest) is not None
