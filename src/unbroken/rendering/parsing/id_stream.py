@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from unbroken.rendering.base import PartKind, ResponsePart
@@ -120,6 +120,15 @@ class TextPiece:
     """The number of characters before it in the completion."""
     is_delimiter: bool = False
 
+    @property
+    def stop(self) -> int:
+        """The number of characters up to its end."""
+        return self.start + len(self.text)
+
+    def is_one_of(self, delimiters: Container[str]) -> bool:
+        """Whether it is one of these delimiters; text that only spells one is not."""
+        return self.is_delimiter and self.text in delimiters
+
 
 class Delimiters:
     """A fixed set of delimiters, for one tokenizer."""
@@ -128,9 +137,9 @@ class Delimiters:
         ids = {delimiter: control.get_id(delimiter) for delimiter in delimiters}
         self.by_id = {token_id: delimiter for delimiter, token_id in ids.items() if token_id is not None}
         self._spelled = sorted((d for d, token_id in ids.items() if token_id is None), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._spelled)) or r"(?!)")
+        self._pattern = _compile_any(self._spelled)
         self._heads = frozenset(d[:k] for d in self._spelled for k in range(1, len(d)))
-        self._first = re.compile("|".join(sorted({re.escape(d[0]) for d in self._spelled})) or r"(?!)")
+        self._first = _compile_any(sorted({d[0] for d in self._spelled}))
         self._longest = max(map(len, self._spelled), default=0)
         self._controls = {d: [(m.start, m.stop) for m in control.find(d)] for d in self._spelled}
         self.control_ids = control.ids if any(self._controls.values()) else frozenset()
@@ -156,6 +165,11 @@ class Delimiters:
             if text[candidate.start() :] in self._heads:
                 return candidate.start()
         return len(text)
+
+
+def _compile_any(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for any of the texts, the first of them first; it matches nothing if there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 class _DelimiterScanner:
@@ -324,19 +338,27 @@ class PartBuilder:
         the beginning of the white space before the character: an id that begins there and includes the character
         belongs to the part.
         """
-        if self._begun and self._begun[-1][0] is kind and kind is not PartKind.TOOL_CALL:
+        if self._continues(kind):
             return self._num_passed
+        self._pass_ids(start, since)
+        if self._begun and self._begun[-1][1] == self._num_passed:
+            self._begun.pop()  # no id begins in that part
+        if not self._continues(kind):
+            self._begun.append((kind, self._num_passed))
+        return self._num_passed
+
+    def _continues(self, kind: PartKind) -> bool:
+        """Whether the last part is of this kind; each call is a part of its own."""
+        return kind is not PartKind.TOOL_CALL and bool(self._begun) and self._begun[-1][0] is kind
+
+    def _pass_ids(self, start: int, since: int | None) -> None:
+        """Pass the ids that belong to the part before `start`; `since` as in `begin`."""
         while self._starts and self._starts[0] < start:
             holds_start = len(self._starts) == 1 or self._starts[1] > start
             if since is not None and self._starts[0] >= since and holds_start:
                 break
             self._starts.popleft()
             self._num_passed += 1
-        if self._begun and self._begun[-1][1] == self._num_passed:
-            self._begun.pop()  # no id begins in that part
-        if kind is PartKind.TOOL_CALL or not self._begun or self._begun[-1][0] is not kind:
-            self._begun.append((kind, self._num_passed))
-        return self._num_passed
 
     @property
     def num_ids(self) -> int:
