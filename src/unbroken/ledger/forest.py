@@ -359,9 +359,7 @@ class Forest:
         recorded = [self._nodes[child] for child in self._children_of.get(end.node, ())]
         has_reply = any(node.turn is not None for node in recorded)
         if any(form.role == "assistant" for form in new):
-            if new[0].role != "assistant":
-                return ForkReason.REWRITTEN_HISTORY if recorded else ForkReason.FOREIGN_REPLY
-            return ForkReason.EDITED_REPLY if has_reply else ForkReason.FOREIGN_REPLY
+            return _explain_other_reply(is_first=new[0].role == "assistant", recorded=recorded, has_reply=has_reply)
         if end.turn is None:
             return ForkReason.DROPPED_REPLY if has_reply else ForkReason.REWRITTEN_HISTORY
         used = self._settings[end.turn]
@@ -550,3 +548,13 @@ def _continues(walk: Walk, kept: Walk) -> bool:
     if number == 0 or number > len(walk.messages):
         return number == 0
     return walk.messages[0] is kept.messages[0] and walk.messages[number - 1] is kept.messages[-1]
+
+
+def _explain_other_reply(*, is_first: bool, recorded: Sequence[MessageNode], has_reply: bool) -> ForkReason:
+    """Why new messages have a reply that was not delivered; `recorded` are the messages in their place.
+
+    The reply `is_first` of them, or comes after messages that differ before it.
+    """
+    if not is_first:
+        return ForkReason.REWRITTEN_HISTORY if recorded else ForkReason.FOREIGN_REPLY
+    return ForkReason.EDITED_REPLY if has_reply else ForkReason.FOREIGN_REPLY

@@ -157,26 +157,40 @@ def compare_reply(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolera
     """The tolerances under which a message is a delivered reply; None if it is another message."""
     if sent.calls_key != delivered.calls_key:
         return None
-    has_text = sent.key == delivered.key
-    is_folded = not has_text and _has_folded(sent, delivered)
-    is_bare = not has_text and sent.text is not None and not sent.text.strip() and bool(sent.call_ids)
-    if not (has_text or is_folded or is_bare):
+    of_text, of_reasoning = _compare_text(sent, delivered), _compare_reasoning(sent, delivered)
+    if of_text is None or of_reasoning is None:
         return None
-    if sent.reasoning and sent.reasoning.strip() != delivered.reasoning.strip():
-        return None
+    if Tolerance.FOLDED_REASONING in of_text:  # it is not dropped: it is in the text
+        of_reasoning -= {Tolerance.DROPPED_REASONING}
     differences = {
-        Tolerance.DROPPED_REASONING: bool(delivered.reasoning.strip()) and not sent.reasoning and not is_folded,
-        Tolerance.FOLDED_REASONING: is_folded,
-        Tolerance.DROPPED_TEXT: is_bare,
-        Tolerance.WHITE_SPACE: (has_text and sent.text != delivered.text)
-        or (bool(sent.reasoning) and sent.reasoning != delivered.reasoning),
         Tolerance.CONTENT_FORM: sent.is_plain != delivered.is_plain,
         Tolerance.ARGUMENT_SPELLING: sent.arguments != delivered.arguments and sent.exact_key == delivered.exact_key,
         Tolerance.ARGUMENT_DEFAULTS: sent.exact_key != delivered.exact_key,
         Tolerance.CALL_IDS: sent.call_ids != delivered.call_ids,
         Tolerance.EXTRA_FIELDS: sent.has_extra_fields,
     }
-    return frozenset(tolerance for tolerance, is_used in differences.items() if is_used)
+    return of_text | of_reasoning | {tolerance for tolerance, is_used in differences.items() if is_used}
+
+
+def _compare_text(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolerance] | None:
+    """The tolerances under which the text is that of a delivered reply; None if it is another text."""
+    if sent.key == delivered.key:
+        return frozenset([Tolerance.WHITE_SPACE] if sent.text != delivered.text else [])
+    if _has_folded(sent, delivered):
+        return frozenset([Tolerance.FOLDED_REASONING])
+    # The calls say which reply it is.
+    if sent.text is not None and not sent.text.strip() and sent.call_ids:
+        return frozenset([Tolerance.DROPPED_TEXT])
+    return None
+
+
+def _compare_reasoning(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolerance] | None:
+    """The tolerances under which the reasoning is that of a delivered reply; None if it is another one."""
+    if not sent.reasoning:
+        return frozenset([Tolerance.DROPPED_REASONING] if delivered.reasoning.strip() else [])
+    if sent.reasoning.strip() != delivered.reasoning.strip():
+        return None
+    return frozenset([Tolerance.WHITE_SPACE] if sent.reasoning != delivered.reasoning else [])
 
 
 _OPENING, _CLOSING = "<think>", "</think>"
@@ -310,19 +324,34 @@ def _find_call(call_id: str | None, place: Place) -> tuple[int, int] | None:
     return None
 
 
+def _read_content(message: Message) -> Any:
+    """The content in its canonical form; the parts of a reply joined."""
+    content = _canonical_content(message.get("content"))
+    is_parts = not isinstance(content, str) and all(isinstance(part, str) for part in content)
+    # Agents cut a reply into parts; parts of others stay, as templates may show them.
+    return "".join(content) if is_parts and message["role"] == "assistant" else content
+
+
+def _list_other_fields(message: Message, extra: Mapping[str, Any], answers: tuple[int, int] | None) -> list[Any]:
+    """What else of a message has to be the same: of a reply neither reasoning nor `extra` fields."""
+    role = message["role"]
+    # A result is known by the call that it answers: agents write ids of their own.
+    own_id = message.get("tool_call_id") if answers is None else None
+    fields: list[Any] = [role, message.get("name"), answers, own_id]
+    if role != "assistant":
+        fields.append(get_reasoning(message))
+        fields.append({name: value for name, value in extra.items() if name not in _NO_CONTENT_FIELDS})
+    return fields
+
+
 def _make_form(
     message: Message, call_ids: tuple[str | None, ...], answers: tuple[int, int] | None, defaults: Defaults
 ) -> MessageForm:
-    role, content = message["role"], _canonical_content(message.get("content"))
-    if role == "assistant" and not isinstance(content, str) and all(isinstance(part, str) for part in content):
-        content = "".join(content)  # agents cut a reply into parts; parts of others stay, as templates may show them
+    role, content = message["role"], _read_content(message)
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     extra = {name: value for name, value in message.items() if name not in _MESSAGE_FIELDS}
     calls = [(function["name"], _decode_arguments(function.get("arguments"))) for function in functions]
-    others: list[Any] = [role, message.get("name"), answers, message.get("tool_call_id") if answers is None else None]
-    if role != "assistant":
-        others.append(get_reasoning(message))
-        others.append({name: value for name, value in extra.items() if name not in _NO_CONTENT_FIELDS})
+    others = _list_other_fields(message, extra, answers)
     exact_key = calls_key = _digest([calls, *others])
     shortened = [(name, _leave_out_defaults(name, arguments, defaults)) for name, arguments in calls]
     if shortened != calls:
