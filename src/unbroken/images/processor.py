@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from unbroken.errors import ImageError, InvalidInputError
 from unbroken.images.decoder import ImageLimits, decode_image
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
+_Value = TypeVar("_Value")
 _MAX_CACHED = 4096
 """Images whose ids are cached, some kilobytes each."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
@@ -79,17 +80,17 @@ class HfImageProcessor:
 
     def __init__(self, processor: Any, *, limits: ImageLimits | None = None) -> None:
         """Use a processor of `AutoProcessor`; `InvalidInputError` if it takes no images or has no placeholder id."""
-        if getattr(processor, "image_processor", None) is None:
+        if not _takes_images(processor):
             raise InvalidInputError(f"processor must be one of an image-text model, got {type(processor).__name__}")
         self._processor = processor
         self._limits = limits or ImageLimits()
         # Gemma 3's template writes the token that begins an image, which the processor expands to more than features.
-        self._placeholder: str = getattr(processor, "boi_token", None) or processor.image_token
+        self._placeholder = _read(processor, "boi_token", str) or str(processor.image_token)
         ids = processor.tokenizer.encode(self._placeholder, add_special_tokens=False)
         if len(ids) != 1:
             raise InvalidInputError(f"the image placeholder {self._placeholder!r} must be one id, got {ids}")
         self._placeholder_id: int = ids[0]
-        self._feature_id = int(getattr(processor, "image_token_id", None) or -1)
+        self._feature_id = _read(processor, "image_token_id", int) or -1
         self._settings = _get_setting_names(processor.image_processor)
         self._expanded: LruCache[tuple[str, str], TokenIds] = LruCache(_MAX_CACHED)
 
@@ -109,7 +110,7 @@ class HfImageProcessor:
     def count_features(self, width: int, height: int, settings: str = "{}") -> int:
         """See `ImageProcessor`. 0 for families that cannot tell, and for settings that their count ignores."""
         chosen = json.loads(settings)
-        count = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        count: Any = _read(self._processor, "_get_num_multimodal_tokens", object)
         if count is None or not (self._settings >= _EDGES.keys() or not chosen):
             return 0
         areas = _find_areas(chosen, self._processor.image_processor) if chosen else {}
@@ -173,10 +174,13 @@ def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
     for name in images[0].inputs:
         tensors = [image.inputs[name] for image in images]
         shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
-        if len(shapes) != 1 and _SIZES & images[0].inputs.keys() and len({len(shape) for shape in shapes}) == 1:
+        has_same_rank = len(set(map(len, shapes))) == 1
+        if len(shapes) == 1:
+            pass
+        elif has_same_rank and not _SIZES.isdisjoint(images[0].inputs):
             largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
             tensors = [_fill_up(tensor, largest) for tensor in tensors]
-        elif len(shapes) != 1:
+        else:
             raise ImageError(
                 f"the {name} of images in one forward pass must agree in all dimensions but the first, got "
                 f"{sorted(shapes)}: this model's processor makes inputs that cannot be joined"
@@ -233,21 +237,39 @@ def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None
         raise InvalidInputError(
             f"the image processor of {str(model)!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return None if getattr(processor, "image_processor", None) is None else HfImageProcessor(processor, limits=limits)
+    return HfImageProcessor(processor, limits=limits) if _takes_images(processor) else None
+
+
+def _read(owner: Any, name: str, kind: type[_Value]) -> _Value | None:
+    """An attribute of a processor; None if it has none, or one of another type.
+
+    The families' processors share no interface: a text model's is a tokenizer, Gemma 3 alone has a `boi_token`, Idefics
+    3 cannot count, and image processors limit areas or edges.
+    """
+    value = getattr(owner, name, None)
+    return value if isinstance(value, kind) else None
+
+
+def _takes_images(processor: Any) -> bool:
+    return _read(processor, "image_processor", object) is not None
 
 
 def _get_setting_names(image_processor: Any) -> frozenset[str]:
-    valid = getattr(image_processor, "valid_kwargs", None)
-    names = set(getattr(valid, "__annotations__", {})) if valid is not None else set()
-    for base in getattr(valid, "__mro__", ()):
-        names |= set(getattr(base, "__annotations__", {}))
-    return frozenset(names - {"return_tensors", "device", "disable_grouping"})
+    valid = _read(image_processor, "valid_kwargs", type)  # a TypedDict, whose annotations have those of its bases
+    names = frozenset() if valid is None else frozenset(valid.__annotations__)
+    return names - {"return_tensors", "device", "disable_grouping"}
+
+
+def _get_size(image_processor: Any) -> dict[str, Any]:
+    """The default size: pixels by names such as `shortest_edge`; empty if the processor has none."""
+    size: Any = _read(image_processor, "size", object)
+    return dict(size or {})
 
 
 def _find_areas(settings: Mapping[str, Any], image_processor: Any) -> dict[str, Any]:
     """The smallest and largest area of a picture under settings, as `min_pixels` and `max_pixels`."""
     own = _merge_pixel_limits(settings, image_processor).get("size") or {}
-    size = {**dict(getattr(image_processor, "size", None) or {}), **own}
+    size = {**_get_size(image_processor), **own}
     return {name: size[edge] for name, edge in _EDGES.items() if edge in size}
 
 
@@ -257,7 +279,7 @@ def _merge_pixel_limits(settings: Mapping[str, Any], image_processor: Any) -> Ma
     transformers does this too, still in 5.23, but with a warning that the two names will go.
     """
     given = {_EDGES[name]: value for name, value in settings.items() if name in _EDGES and value is not None}
-    default, own = dict(getattr(image_processor, "size", None) or {}), settings.get("size") or {}
+    default, own = _get_size(image_processor), settings.get("size") or {}
     if not given or not default.keys() >= set(_EDGES.values()) or not isinstance(own, Mapping):
         return settings
     return {**{k: v for k, v in settings.items() if k not in _EDGES}, "size": default | dict(own) | given}
