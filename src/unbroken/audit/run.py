@@ -178,13 +178,7 @@ def _judge_wrong_bridges(about: AuditSetup, fuzz: FuzzFinding) -> tuple[Verdict,
 def _list_limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding) -> Iterator[tuple[str, str]]:
     """List the limits, each with the action that it asks for."""
     if fuzz.refused:
-        reasons = ", ".join(f"{share.num} {share.reason}" for share in fuzz.refused)
-        situations = "; ".join(sorted({each for share in fuzz.refused for each in share.situations}))
-        yield (
-            f"{'the rest' if fuzz.num_exact else 'every turn'} is rendered afresh and forks ({reasons})",
-            f"Train as it is: a fork costs time and no exactness. To have none, avoid what was refused ({situations}), "
-            "or give another template (--template FILE).",
-        )
+        yield _describe_refusals(fuzz)
     if limits := [trait for trait in kind.traits if trait in LIMITS]:
         yield (
             f"the template {', and '.join(TRAIT_WORDS[trait] for trait in limits)}",
@@ -205,3 +199,13 @@ def _list_limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFind
             f"{parts} of {written} are not read back the same",
             "Look at the example under `parser`, and name the model's own format if that is not it (--parser NAME).",
         )
+
+
+def _describe_refusals(fuzz: FuzzFinding) -> tuple[str, str]:
+    reasons = ", ".join(f"{share.num} {share.reason}" for share in fuzz.refused)
+    situations = "; ".join(sorted({each for share in fuzz.refused for each in share.situations}))
+    return (
+        f"{'the rest' if fuzz.num_exact else 'every turn'} is rendered afresh and forks ({reasons})",
+        f"Train as it is: a fork costs time and no exactness. To have none, avoid what was refused ({situations}), "
+        "or give another template (--template FILE).",
+    )

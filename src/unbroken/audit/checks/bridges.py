@@ -12,7 +12,7 @@ text from its first character on, which does not depend on how the end of the tu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -22,8 +22,9 @@ from unbroken.audit.config import AuditConfig
 from unbroken.audit.conversations import TOOLS, AuditConversation, ConversationMaker
 from unbroken.audit.report import FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
-from unbroken.messages import ToolSchema
+from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Bridge, Closing, HistoryEffect, Refusal, RefusalReason
+from unbroken.rendering.encoding.tokenizer import TokenMatch
 from unbroken.rendering.facts import AddedTokens, TurnEnds
 from unbroken.types import token_ids
 
@@ -65,21 +66,31 @@ def find_bridges(subject: Subject, config: AuditConfig, *, max_calls: int, with_
         case = judge_bridge(subject, conversation, tools)
         cases.append((str(conversation.situation), case))
         if case.history is not None:
-            roles = [message["role"] for message in conversation.new_messages]
-            follows = "system" if "system" in roles else roles[-1]
-            history.setdefault(follows, Counter())[case.history.value] += 1
+            history.setdefault(_name_follower(conversation.new_messages), Counter())[case.history.value] += 1
+    return _count_cases(cases, history)
+
+
+def _name_follower(new_messages: Sequence[Message]) -> str:
+    """The role by which effects on the history are counted: a system message anywhere, or the last message."""
+    roles = [message["role"] for message in new_messages]
+    return "system" if "system" in roles else roles[-1]
+
+
+def _count_cases(cases: Sequence[tuple[str, JudgedCase]], history: Mapping[str, Counter[str]]) -> FuzzFinding:
+    """Count the cases, each with its situation; `history` are effects by the role that follows."""
     judgements = Counter(case.judgement for _, case in cases)
     not_accepted = Counter(situation for situation, case in cases if case.judgement is Judgement.NOT_ACCEPTED)
     reasons = sorted({case.refusal.reason for _, case in cases if case.refusal is not None})
+    wrong = [f"{situation}: {case.detail}" for situation, case in cases if case.judgement is Judgement.WRONG]
     return FuzzFinding(
-        num_conversations=config.num_conversations,
+        num_conversations=len(cases),
         num_exact=judgements[Judgement.EXACT],
         num_wrong=judgements[Judgement.WRONG],
         num_unjudged=judgements[Judgement.UNJUDGED],
         history={follows: dict(sorted(counts.items())) for follows, counts in sorted(history.items())},
         not_accepted=dict(sorted(not_accepted.items())),
         refused=tuple(_summarise(reason, cases) for reason in reasons),
-        wrong=tuple(f"{s}: {case.detail}" for s, case in cases if case.judgement is Judgement.WRONG)[:_NUM_EXAMPLES],
+        wrong=tuple(wrong[:_NUM_EXAMPLES]),
     )
 
 
@@ -169,11 +180,11 @@ class _Stop:
 
 def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
     said_in_last, said_in_full = (max(text.rfind(mark) + len(mark) for mark in marks) for text in (last, full))
-    first = next((match for match in control.find(last, said_in_last) if match.token in ends.stops), None)
-    last = last if first is None else last[: first.stop]  # sampling ends there, though the template may write more
-    in_last = [match for match in control.find(last, said_in_last) if match.token in ends.tokens]
+    stops = _list_tokens(control, last, said_in_last, ends.stops)
+    last = last[: stops[0].stop] if stops else last  # sampling ends there, though the template may write more
+    in_last = _list_tokens(control, last, said_in_last, ends.tokens)
+    in_full = _list_tokens(control, full, said_in_full, ends.tokens)
     ends_itself = bool(in_last) and not last[in_last[-1].stop :].strip()
-    in_full = [match for match in control.find(full, said_in_full) if match.token in ends.tokens]
     if ends.headers or not ends_itself:
         if not in_full:
             return None
@@ -181,13 +192,17 @@ def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last:
         # A header in `last` may be a different one: that of the message which the template expects next.
         end_in_last = in_last[-1].start if ends_itself else len(last)
         return _Stop(token=header.token, is_in_last=False, end_in_last=end_in_last, end_in_full=header.stop)
+    written_by_text = {tuple(full[said_in_full : match.start].split()): match for match in reversed(in_full)}
     for stop in reversed(in_last):
-        between = last[said_in_last : stop.start].split()
-        for written in in_full:
-            if full[said_in_full : written.start].split() == between:
-                return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=written.stop)
+        written = written_by_text.get(tuple(last[said_in_last : stop.start].split()))
+        if written is not None:
+            return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=written.stop)
     stop = in_last[-1]
     return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=None)
+
+
+def _list_tokens(control: AddedTokens, text: str, start: int, tokens: Collection[str]) -> list[TokenMatch]:
+    return [match for match in control.find(text, start) if match.token in tokens]
 
 
 def _find_text_fault(subject: Subject, bridge: Bridge, expected: str) -> str:

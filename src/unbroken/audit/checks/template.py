@@ -101,16 +101,7 @@ def _check_traits(subject: Subject) -> Iterator[Trait]:
     elif f"{_RESULT}0" not in answered:
         yield Trait.DROPS_RESULTS
     elif renders_calls:
-        answered = subject.render_text(
-            [user, _make_turn_of_calls(2), *_make_results(2)], tools=TOOLS, add_generation_prompt=True
-        )
-        if answered is None:
-            yield Trait.REFUSES_PARALLEL_CALLS
-        elif f"{_RESULT}1" not in answered or "Zq8Argument1" not in answered:
-            yield Trait.DROPS_PARALLEL_CALLS
-        beside: Message = {**_make_turn_of_calls(1), "content": _TEXT}
-        if _TEXT not in (subject.render_text([user, beside, *_make_results(1)], tools=TOOLS) or _TEXT):
-            yield Trait.DROPS_TEXT_BESIDE_CALLS
+        yield from _check_turns_of_calls(subject, user)
     for refuses, drops, messages in (
         (Trait.REFUSES_SYSTEM, Trait.DROPS_SYSTEM, [system, user]),
         (Trait.REFUSES_LATE_SYSTEM, Trait.DROPS_LATE_SYSTEM, [user, text, system, user]),
@@ -124,6 +115,20 @@ def _check_traits(subject: Subject) -> Iterator[Trait]:
         yield Trait.REFUSES_USERS_IN_A_ROW
     if not subject.renders_reasoning:
         yield Trait.RENDERS_NO_REASONING
+
+
+def _check_turns_of_calls(subject: Subject, user: Message) -> Iterator[Trait]:
+    """What a template that carries one call and its result does not carry: a second call, or text beside calls."""
+    two = [user, _make_turn_of_calls(2), *_make_results(2)]
+    answered = subject.render_text(two, tools=TOOLS, add_generation_prompt=True)
+    if answered is None:
+        yield Trait.REFUSES_PARALLEL_CALLS
+    elif f"{_RESULT}1" not in answered or "Zq8Argument1" not in answered:
+        yield Trait.DROPS_PARALLEL_CALLS
+    beside: Message = {**_make_turn_of_calls(1), "content": _TEXT}
+    rendered = subject.render_text([user, beside, *_make_results(1)], tools=TOOLS)
+    if rendered and _TEXT not in rendered:
+        yield Trait.DROPS_TEXT_BESIDE_CALLS
 
 
 def _make_turn_of_calls(num: int) -> Message:

@@ -151,9 +151,10 @@ def _close_cut_turns(subject: Subject, ends: list[int]) -> Iterator[ClosedTurn]:
     opening, closing = subject.facts.reasoning_markup
     tail = subject.decode(prompt[-12:].tolist())
     is_opened = tail.rfind(opening) > tail.rfind(closing)
-    cut = {"cut by length in its answer": subject.encode(f"{closing}{_CUT}" if is_opened else _CUT)}
+    in_answer, in_reasoning = (f"{closing}{_CUT}", _CUT) if is_opened else (_CUT, f"{opening}\n{_CUT}")
+    cut = {"cut by length in its answer": subject.encode(in_answer)}
     if subject.renders_reasoning or is_opened:
-        cut["cut by length in its reasoning"] = subject.encode(_CUT if is_opened else f"{opening}\n{_CUT}")
+        cut["cut by length in its reasoning"] = subject.encode(in_reasoning)
     foreign = subject.tokenizer.eos_token_id
     if foreign is not None and foreign not in ends and not subject.is_stand_in:
         cut[f"ended by {subject.get_tokens([foreign])[0].text}"] = [*subject.encode(_CUT), foreign]
