@@ -118,12 +118,12 @@ def check_conversation(messages: Sequence[Message], *, num_checked: int = 0) -> 
         if message["role"] == "assistant":
             has_turn = True
             ids |= {str(call["id"]) for call in message.get("tool_calls") or () if call.get("id") is not None}
-        if position < num_checked:
+        if position < num_checked or message["role"] != "tool":
             continue
-        call_id = message.get("tool_call_id")
-        if message["role"] == "tool" and not has_turn:
+        if not has_turn:
             raise MessagesError(f"messages[{position}].role must not be 'tool' before an assistant message")
-        if message["role"] == "tool" and call_id is not None and call_id not in ids:
+        call_id = message.get("tool_call_id")
+        if call_id is not None and call_id not in ids:
             raise MessagesError(
                 f"messages[{position}].tool_call_id must be the id of an earlier call, got {call_id!r}, "
                 f"not one of {sorted(ids)[:20]}"

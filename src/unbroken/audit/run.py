@@ -191,10 +191,11 @@ def _list_limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFind
             f"{fuzz.num_unjudged} more bridges could not be judged, as the template ends turns differently later on",
             "Nothing is to be done about those: a rollout checks each bridge on its own conversation.",
         )
-    differences = [(part, num) for part in _PART_WORDS if (num := round_trip.differences.get(part))]
-    if differences:
+    parts = " and ".join(
+        f"the {words} of {num}" for part, words in _PART_WORDS.items() if (num := round_trip.differences.get(part))
+    )
+    if parts:
         written = f"{round_trip.num_turns} turns that the template writes"
-        parts = " and ".join(f"the {_PART_WORDS[part]} of {num}" for part, num in differences)
         yield (
             f"{parts} of {written} are not read back the same",
             "Look at the example under `parser`, and name the model's own format if that is not it (--parser NAME).",

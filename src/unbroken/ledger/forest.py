@@ -123,7 +123,7 @@ class Forest:
         self._num_conversations = 0
         self._num_linked = 0
         """How many nodes are found by their parent: another thread may be adding one."""
-        self._walks = Walks()
+        self._walks = _Walks()
         self._takes_lists = True
         """Whether a text that lists the calls of a reply is that reply."""
 
@@ -140,7 +140,7 @@ class Forest:
     def take_lists_as_text(self) -> None:
         """Let a text that lists calls be another message from now on: some templates refuse calls without results."""
         self._takes_lists = False
-        self._walks = Walks()
+        self._walks = _Walks()
 
     def learn_tools(self, digest: str, tools: Sequence[ToolSchema]) -> None:
         """Learn the defaults of tools, before messages that call them are matched or added."""
@@ -270,7 +270,7 @@ class Forest:
         children = (self._nodes[child] for child in self._children.get((parent, form.key), ()))
         return next((node.number for node in children if node.turn is None and _compare(form, node) is not None), None)
 
-    def _check_levels(self, walk: Walk) -> Sequence[Sequence[Reached]]:
+    def _check_levels(self, walk: Walk) -> Sequence[Sequence[_RecordedPath]]:
         """The levels of a walk that still hold: those up to the first after which a message was recorded."""
         levels = walk.levels
         num_joined = max((reached.num_joined for reached in levels[-1]), default=0)
@@ -282,8 +282,8 @@ class Forest:
         return levels
 
     def _find_levels(
-        self, forms: Sequence[MessageForm], known: Sequence[Sequence[Reached]], broken: Sequence[BrokenReply]
-    ) -> Sequence[Sequence[Reached]]:
+        self, forms: Sequence[MessageForm], known: Sequence[Sequence[_RecordedPath]], broken: Sequence[BrokenReply]
+    ) -> Sequence[Sequence[_RecordedPath]]:
         """All paths that repeat the first messages, level by level as far as there are any."""
         levels = list(known)
         for position in range(len(levels) - 1, len(forms)):
@@ -302,8 +302,8 @@ class Forest:
         return levels
 
     def _find_changed_replies(
-        self, form: MessageForm, level: Sequence[Reached], broken: Sequence[MessageForm]
-    ) -> list[Reached]:
+        self, form: MessageForm, level: Sequence[_RecordedPath], broken: Sequence[MessageForm]
+    ) -> list[_RecordedPath]:
         """The replies that a message is with another key than they were delivered with: its text is not the same."""
         replies = self._list_replies(level)
         found = [
@@ -324,7 +324,7 @@ class Forest:
         ]
         return found or self._find_joined_replies(form, level)
 
-    def _find_joined_replies(self, form: MessageForm, level: Sequence[Reached]) -> list[Reached]:
+    def _find_joined_replies(self, form: MessageForm, level: Sequence[_RecordedPath]) -> list[_RecordedPath]:
         """The replies after a given one, with which a message is joined.
 
         What an agent had of a reply that a killed gateway lost is given text in the request that follows; later it
@@ -343,16 +343,16 @@ class Forest:
             if self._nodes[child].turn is not None and follows_beginning(form, self._nodes[child].form, [before.form])
         ]
 
-    def _list_replies(self, level: Sequence[Reached]) -> list[tuple[Reached, MessageNode]]:
+    def _list_replies(self, level: Sequence[_RecordedPath]) -> list[tuple[_RecordedPath, MessageNode]]:
         """The replies after a level."""
         children = [(reached, self._nodes[k]) for reached in level for k in self._children_of.get(reached.node, ())]
         return [(reached, node) for reached, node in children if node.turn is not None]
 
-    def _rank(self, end: Reached, settings: TurnSettings) -> tuple[bool, int]:
+    def _rank(self, end: _RecordedPath, settings: TurnSettings) -> tuple[bool, int]:
         assert end.node is not None  # there is one empty path
         return end.turn is not None and self._settings[end.turn] == settings, end.node
 
-    def _find_fork(self, end: Reached, new: Sequence[MessageForm], settings: TurnSettings) -> ForkReason | None:
+    def _find_fork(self, end: _RecordedPath, new: Sequence[MessageForm], settings: TurnSettings) -> ForkReason | None:
         is_begun = end.turn is not None or end.has_user
         if not is_begun or not new:
             return None
@@ -370,9 +370,11 @@ class Forest:
         return ForkReason.DROPPED_REPLY if recorded else None
 
 
-def _reach(reached: Reached, node: MessageNode, tolerances: Set[Tolerance], *, num_joined: int = 0) -> Reached:
+def _reach(
+    reached: _RecordedPath, node: MessageNode, tolerances: Set[Tolerance], *, num_joined: int = 0
+) -> _RecordedPath:
     """A path with one message more, which is `node`, and `num_joined` nodes before it."""
-    return Reached(
+    return _RecordedPath(
         node=node.number,
         turn=reached.turn if node.turn is None else node.turn,
         has_user=reached.has_user or node.form.role == "user",
@@ -435,7 +437,7 @@ def _find_caller(path: Sequence[MessageNode], forms: Sequence[MessageForm], numb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class _RecordedPath:
     """A recorded path that repeats the first messages of a request."""
 
     node: int | None = None
@@ -459,7 +461,7 @@ class Walk:
     forms: Sequence[MessageForm] = ()
     places: Sequence[Place]
     """Before each message, and after the last."""
-    levels: Sequence[Sequence[Reached]] = ((Reached(),),)
+    levels: Sequence[Sequence[_RecordedPath]] = ((_RecordedPath(),),)
     """All paths that repeat the first k messages, for each k up to the longest path."""
     num_nodes: int = 0
     """How many nodes of the forest the levels know of."""
@@ -488,7 +490,7 @@ class Walk:
         )
 
 
-class Walks:
+class _Walks:
     """The last walks of a session, one for each conversation, so that a request is matched from where it differs.
 
     An agent sends its whole conversation with every request, and most of it as it did before:

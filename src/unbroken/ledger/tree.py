@@ -61,7 +61,7 @@ class TokenTree:
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
-        self._branches = BranchIndex()
+        self._branches = _BranchIndex()
         self._leaves: dict[int, None] = {}
         """The numbers of the nodes at whose end nothing is attached, in order."""
         self._has_images = False
@@ -328,7 +328,7 @@ _Start: TypeAlias = tuple[int, ImageSpan | None]
 """An id, and the image that begins with it, as if it stood at offset 0."""
 
 
-class BranchIndex:
+class _BranchIndex:
     """Where branches of a tree begin, so that a prompt is compared only with the ids that it follows.
 
     A node's branches are the nodes attached to it. Most differ from it: after the first k ids of the node they go on

@@ -279,7 +279,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         is_generation_tag = type(called) is MethodType and type(called.__self__) is _GenerationTag
         if not is_usual and not is_generation_tag:
             return super().call(context, called, *args, **kwargs)
-        if kwargs:
+        if kwargs:  # Jinja's compiled loops and blocks pass these two; none of the usual ones takes them
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
         try:

@@ -85,17 +85,7 @@ class MessageFormat:
 
     def _convert_message(self, position: int, message: Mapping[str, Any]) -> dict[str, Any]:
         out = {key: value for key, value in message.items() if value is not None}
-        content = message.get("content")
-        if isinstance(content, list):
-            _check_parts(position, content)
-        if has_images(content):
-            out["content"] = [
-                {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
-                for part in content or ()
-            ]
-        else:
-            text = get_text(content)
-            out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
+        out["content"] = self._convert_content(position, message.get("content"))
         if (reasoning := get_reasoning(message)) is not None:
             # As transformers does since 5.23, which fills in these two names only.
             key = self.reasoning_key or "reasoning_content"
@@ -103,6 +93,17 @@ class MessageFormat:
         if out.get("tool_calls"):
             out["tool_calls"] = [self._convert_call(call) for call in out["tool_calls"]]
         return out
+
+    def _convert_content(self, position: int, content: Any) -> Any:
+        if isinstance(content, list):
+            _check_parts(position, content)
+        if has_images(content):
+            return [
+                {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
+                for part in content
+            ]
+        text = get_text(content)
+        return [{"type": "text", "text": text}] if self.wants_parts else text
 
     def _convert_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])

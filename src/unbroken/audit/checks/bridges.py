@@ -44,7 +44,7 @@ class Judgement(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedCase:
+class _JudgedCase:
     """A judgement; `detail` explains a refusal or a wrong bridge."""
 
     judgement: Judgement
@@ -59,11 +59,11 @@ def find_bridges(subject: Subject, config: AuditConfig, *, max_calls: int, with_
     maker = ConversationMaker(
         seed=config.seed, max_calls=max_calls, with_reasoning=subject.renders_reasoning, with_system=with_system
     )
-    cases: list[tuple[str, JudgedCase]] = []
+    cases: list[tuple[str, _JudgedCase]] = []
     history: dict[str, Counter[str]] = {}
     for number, conversation in enumerate(islice(maker.draw_conversations(), config.num_conversations)):
         tools = () if conversation.situation.num_calls == 0 and number % 2 else TOOLS
-        case = judge_bridge(subject, conversation, tools)
+        case = _judge_bridge(subject, conversation, tools)
         cases.append((str(conversation.situation), case))
         if case.history is not None:
             history.setdefault(_name_follower(conversation.new_messages), Counter())[case.history.value] += 1
@@ -76,7 +76,7 @@ def _name_follower(new_messages: Sequence[Message]) -> str:
     return "system" if "system" in roles else roles[-1]
 
 
-def _count_cases(cases: Sequence[tuple[str, JudgedCase]], history: Mapping[str, Counter[str]]) -> FuzzFinding:
+def _count_cases(cases: Sequence[tuple[str, _JudgedCase]], history: Mapping[str, Counter[str]]) -> FuzzFinding:
     """Count the cases, each with its situation; `history` are effects by the role that follows."""
     judgements = Counter(case.judgement for _, case in cases)
     not_accepted = Counter(situation for situation, case in cases if case.judgement is Judgement.NOT_ACCEPTED)
@@ -94,23 +94,23 @@ def _count_cases(cases: Sequence[tuple[str, JudgedCase]], history: Mapping[str, 
     )
 
 
-def _summarise(reason: RefusalReason, cases: Sequence[tuple[str, JudgedCase]]) -> RefusedShare:
+def _summarise(reason: RefusalReason, cases: Sequence[tuple[str, _JudgedCase]]) -> RefusedShare:
     found = [(situation, c.detail) for situation, c in cases if c.refusal is not None and c.refusal.reason is reason]
     situations = tuple(sorted({situation for situation, _ in found}))
     return RefusedShare(reason=reason.value, num=len(found), situations=situations, detail=found[0][1])
 
 
-def judge_bridge(subject: Subject, conversation: AuditConversation, tools: Sequence[ToolSchema]) -> JudgedCase:
+def _judge_bridge(subject: Subject, conversation: AuditConversation, tools: Sequence[ToolSchema]) -> _JudgedCase:
     """Bridge the conversation with the renderer under audit, and compare the bridge with the whole rendering."""
     ends = subject.facts.turn_ends
     texts = _render(subject, conversation, tools)
     if isinstance(texts, str):
-        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail=texts)
+        return _JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail=texts)
     if isinstance(ends, Refusal):
-        return JudgedCase(judgement=Judgement.REFUSED, detail=ends.detail, refusal=ends)
+        return _JudgedCase(judgement=Judgement.REFUSED, detail=ends.detail, refusal=ends)
     stop = _find_stop(subject.facts.control_tokens, ends, texts.shown, texts.last, texts.full)
     if stop is None:
-        return JudgedCase(judgement=Judgement.UNJUDGED, detail="nothing ends the turn")
+        return _JudgedCase(judgement=Judgement.UNJUDGED, detail="nothing ends the turn")
     turn = texts.last[: stop.end_in_last] + ("" if stop.is_in_last else stop.token)
     given = (
         token_ids(subject.encode(texts.prompt)),
@@ -123,11 +123,11 @@ def judge_bridge(subject: Subject, conversation: AuditConversation, tools: Seque
         own = subject.template_renderer.bridge_to_next_turn(*given, **known)
     history = own.history if isinstance(own, Bridge) else None
     if isinstance(outcome, Refusal):
-        return JudgedCase(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
+        return _JudgedCase(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
     if stop.end_in_full is None:
-        return JudgedCase(judgement=Judgement.UNJUDGED, detail="the turn ends differently later on", history=history)
+        return _JudgedCase(judgement=Judgement.UNJUDGED, detail="the turn ends differently later on", history=history)
     fault = _find_fault(subject, outcome, turn, texts.full, stop.end_in_full)
-    return JudgedCase(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, history=history)
+    return _JudgedCase(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, history=history)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

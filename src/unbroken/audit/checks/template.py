@@ -102,19 +102,21 @@ def _check_traits(subject: Subject) -> Iterator[Trait]:
         yield Trait.DROPS_RESULTS
     elif renders_calls:
         yield from _check_turns_of_calls(subject, user)
-    for refuses, drops, messages in (
-        (Trait.REFUSES_SYSTEM, Trait.DROPS_SYSTEM, [system, user]),
-        (Trait.REFUSES_LATE_SYSTEM, Trait.DROPS_LATE_SYSTEM, [user, text, system, user]),
-    ):
-        rendered = subject.render_text(messages, add_generation_prompt=True)
-        if rendered is None:
-            yield refuses
-        elif _SYSTEM not in rendered:
-            yield drops
+    yield from _check_system(subject, [system, user], Trait.REFUSES_SYSTEM, Trait.DROPS_SYSTEM)
+    late = [user, text, system, user]
+    yield from _check_system(subject, late, Trait.REFUSES_LATE_SYSTEM, Trait.DROPS_LATE_SYSTEM)
     if subject.render_text([user, text, user, user]) is None:
         yield Trait.REFUSES_USERS_IN_A_ROW
     if not subject.renders_reasoning:
         yield Trait.RENDERS_NO_REASONING
+
+
+def _check_system(subject: Subject, messages: list[Message], refuses: Trait, drops: Trait) -> Iterator[Trait]:
+    rendered = subject.render_text(messages, add_generation_prompt=True)
+    if rendered is None:
+        yield refuses
+    elif _SYSTEM not in rendered:
+        yield drops
 
 
 def _check_turns_of_calls(subject: Subject, user: Message) -> Iterator[Trait]:

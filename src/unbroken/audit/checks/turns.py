@@ -158,12 +158,12 @@ def _close_cut_turns(subject: Subject, ends: list[int]) -> Iterator[ClosedTurn]:
     foreign = subject.tokenizer.eos_token_id
     if foreign is not None and foreign not in ends and not subject.is_stand_in:
         cut[f"ended by {subject.get_tokens([foreign])[0].text}"] = [*subject.encode(_CUT), foreign]
+    num_after = len(whole.bridge_ids) if isinstance(whole, Bridge) else 0
     for how, completion in cut.items():
         outcome = _bridge(subject, prompt, completion)
         if isinstance(outcome, Refusal):
             yield ClosedTurn(how=how, closing=outcome.reason.value, given=())
             continue
-        num_after = len(whole.bridge_ids) if isinstance(whole, Bridge) else 0
         given = outcome.bridge_ids[: max(len(outcome.bridge_ids) - num_after, 0)]
         yield ClosedTurn(how=how, closing=outcome.closing.value, given=subject.get_tokens(given.tolist()))
 
@@ -214,7 +214,11 @@ def _compare(subject: Subject, conversation: AuditConversation) -> BoundaryFindi
         return BoundaryFinding(situation=situation, outcome="raises")
     if any(mark not in alone for mark in conversation.new_marks):
         return BoundaryFinding(situation=situation, outcome="drops")
-    bridge, appended = outcome.bridge_ids.tolist(), subject.encode(alone)
+    return _compare_ids(subject, situation, outcome.bridge_ids.tolist(), subject.encode(alone))
+
+
+def _compare_ids(subject: Subject, situation: str, bridge: list[int], appended: list[int]) -> BoundaryFinding:
+    """Compare a bridge with the new messages' own rendering, which appending would put in its place."""
     gaps = align(bridge, appended).gaps
     lost = [i for gap in gaps for i in bridge[slice(*gap.before)]]
     added = [i for gap in gaps for i in appended[slice(*gap.after)]]

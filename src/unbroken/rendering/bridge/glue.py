@@ -343,7 +343,7 @@ class GlueFinder:
         if not is_bare and not cut.closing:
             return ""
         if is_bare or conversation.turn.get("tool_calls"):
-            # Without an end of its own the turn ends where the text does: the header of the next message ends it.
+            # A turn that has no end stops where the text does: the header of the next message ends it.
             is_all = r"\s*\Z" if is_bare and not ending else ""
             pattern = re.compile(rf"\s*{re.escape(cut.closing)}\s*{re.escape(ending)}{is_all}")
             if any(map(pattern.match, self._render_ends(conversation))):
@@ -503,9 +503,13 @@ class GlueFinder:
         rest_of_glue = functools.reduce(
             lambda text, new: text.replace(new, ""), _list_words(conversation.new), real_glue
         )
-        # Whole words: the text "a" of a message stands in nearly each glue.
-        if any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest_of_glue) for words in _list_words(fixed)):
+        if _has_any_as_words(rest_of_glue, _list_words(fixed)):
             raise _moved_error()
+
+
+def _has_any_as_words(text: str, phrases: Sequence[str]) -> bool:
+    """Whether one of the phrases stands in a text as whole words: the phrase "a" stands in nearly each glue."""
+    return any(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) for phrase in phrases)
 
 
 def _moved_error() -> BridgeRefusedError:

@@ -135,22 +135,25 @@ class TurnEndProbe:
 
     def _prove(self, found: TurnEnds) -> TurnEnds:
         """Keep the stops that stand only at the end of a turn, and find one for each example that is left without."""
-        impossible = self.tokens_inside if found.headers else self.tokens_inside | self._openers
+        # A header of the next message may be what conversations begin with; an end of a turn is not.
+        openers: frozenset[str] = frozenset() if found.headers else self._openers
+        impossible = self.tokens_inside | openers
         stops = set(found.stops - impossible)
         without_stop, whole_ends = [], set()
         for example in self._examples:
             at_end, *before_next = [[match.token for match in self._control.find(tail)] for tail in example.tails]
-            written = at_end or [token for tail in before_next for token in tail]
+            after = list(itertools.chain(*before_next))
+            written = at_end or after
             if len(at_end) == 1:
                 whole_ends.add(at_end[0])
-            if not written or not stops.isdisjoint([*written, *itertools.chain(*before_next)]):
+            if not written or not stops.isdisjoint([*written, *after]):
                 continue
             possible = next((token for token in written if token not in impossible), None)
             if possible is None:
                 without_stop.append(example.description)
             else:
                 stops.add(possible)
-        tokens = (found.tokens - self._openers if not found.headers else found.tokens) | stops
+        tokens = (found.tokens - openers) | stops
         return replace(
             found,
             tokens=tokens,

@@ -101,19 +101,19 @@ def _remove_types(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mark_message(message: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
-    marked: dict[str, Any] = {}
-    for key, value in message.items():
-        if key == "role":
-            marked[key] = value if value in KNOWN_ROLES else mark_suspicious_strings(value, is_suspicious)
-        elif key == "content" and isinstance(value, list):
-            marked[key] = [_mark_part(part, index, is_suspicious) for part in value]
-        elif key == "content" or "reasoning" in key or "thinking" in key:
-            marked[key] = _map_strings(value, lambda text: _mark(text, index))
-        elif key == "tool_calls" and value:
-            marked[key] = [_mark_call(call, index, is_suspicious) for call in value]
-        else:
-            marked[key] = mark_suspicious_strings(value, is_suspicious)
-    return marked
+    return {key: _mark_value(key, value, index, is_suspicious) for key, value in message.items()}
+
+
+def _mark_value(key: str, value: Any, index: int, is_suspicious: Callable[[str], bool]) -> Any:
+    """The value of one key of a message, with marks around its texts."""
+    if key == "content" and isinstance(value, list):
+        return [_mark_part(part, index, is_suspicious) for part in value]
+    if key == "content" or "reasoning" in key or "thinking" in key:
+        return _map_strings(value, lambda text: _mark(text, index))
+    if key == "tool_calls" and value:
+        return [_mark_call(call, index, is_suspicious) for call in value]
+    # Templates compare roles: a mark around one that they know would change what they write.
+    return value if key == "role" and value in KNOWN_ROLES else mark_suspicious_strings(value, is_suspicious)
 
 
 def _mark_call(call: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:

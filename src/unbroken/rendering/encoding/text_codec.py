@@ -84,7 +84,7 @@ class TextStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenText:
+class _TokenText:
     """What one id stands for."""
 
     text: str
@@ -121,17 +121,17 @@ class TokenTexts:
         except Exception as error:  # tokenizers raises nothing more specific
             raise InvalidInputError(f"{file} must be a tokenizer.json: {error}") from None
 
-    def get(self, token_id: int) -> TokenText | None:
+    def get(self, token_id: int) -> _TokenText | None:
         """The text of an id; None if the tokenizer has no such id."""
         if (added := self._added.get(token_id)) is not None:
-            return TokenText(text=added, data=added.encode())
+            return _TokenText(text=added, data=added.encode())
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return None
         data = self._find_bytes(token_id, piece)
-        return TokenText(text=data.decode("utf-8", "replace"), data=data)
+        return _TokenText(text=data.decode("utf-8", "replace"), data=data)
 
-    def get_all(self, token_ids: Iterable[int]) -> dict[int, TokenText]:
+    def get_all(self, token_ids: Iterable[int]) -> dict[int, _TokenText]:
         """The texts of those ids that have one."""
         found = ((token_id, self.get(token_id)) for token_id in sorted(set(token_ids)))
         return {token_id: text for token_id, text in found if text is not None}

@@ -213,7 +213,7 @@ def encode_text(
         with nullcontext() if lock is None else lock.released():
             return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
     except BaseException as error:
-        if not is_panic(error):
+        if not _is_panic(error):
             raise
         raise InvalidInputError(
             f"a text of {len(text)} characters must be one that the tokenizer can encode, and it fails: {error}"
@@ -241,7 +241,7 @@ def read_offsets(encoding: Any) -> NDArray[np.int64]:
     return _concatenate(chunks, (0, 2), np.int64)
 
 
-def is_panic(error: BaseException) -> bool:
+def _is_panic(error: BaseException) -> bool:
     """Whether Rust code panicked: pyo3's exception is no `Exception`, and cannot be imported."""
     return type(error).__name__ == "PanicException"
 

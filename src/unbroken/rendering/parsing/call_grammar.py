@@ -249,26 +249,35 @@ def _exclude_in_schema(schema: Any, excludes: Sequence[str]) -> Any:
         return [_exclude_in_schema(each, excludes) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    result: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "patternProperties" and isinstance(value, dict):
-            value = {_exclude_in_pattern(name, excludes): each for name, each in value.items()}
-        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            result[key] = {name: _exclude_in_schema(each, excludes) for name, each in value.items()}
-        else:
-            result[key] = value if key in _VALUES else _exclude_in_schema(value, excludes)
+    result = {key: _exclude_in_keyword(key, value, excludes) for key, value in schema.items()}
     if "enum" in schema or "const" in schema:
         return result  # xgrammar leaves out the values that have a token
-    if isinstance(pattern := schema.get("pattern", _FORMATS.get(str(schema.get("format")))), str):
+    pattern = schema.get("pattern", _FORMATS.get(str(schema.get("format"))))
+    if isinstance(pattern, str):
         result["pattern"] = _exclude_in_pattern(pattern, excludes)
         result.pop("format", None)  # xgrammar follows a format rather than a pattern
-    elif "format" not in schema and isinstance(maximum := schema.get("maxLength"), int):
+    elif "format" not in schema and isinstance(schema.get("maxLength"), int):
         # minLength alone is not followed: xgrammar writes no line break and no quote in texts with a pattern or a
         # length, which a limited text can do without and the content of a file cannot.
-        fits = [token for token in excludes if len(token) <= maximum]
-        result["pattern"] = f"^{_repeat(_exclude_in_pattern('.', fits), schema.get('minLength', 0), maximum)}$"
+        result["pattern"] = _limit_length(schema, excludes)
         result = {key: value for key, value in result.items() if key not in ("minLength", "maxLength")}
     return result
+
+
+def _exclude_in_keyword(keyword: str, value: Any, excludes: Sequence[str]) -> Any:
+    """The value of one keyword of a schema, with all schemas in it."""
+    if keyword == "patternProperties" and isinstance(value, dict):
+        value = {_exclude_in_pattern(name, excludes): each for name, each in value.items()}
+    if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {name: _exclude_in_schema(each, excludes) for name, each in value.items()}
+    return value if keyword in _VALUES else _exclude_in_schema(value, excludes)
+
+
+def _limit_length(schema: Mapping[str, Any], excludes: Sequence[str]) -> str:
+    """The pattern of a text of limited length, which only tokens that fit into it can spoil."""
+    maximum = schema["maxLength"]
+    fits = [token for token in excludes if len(token) <= maximum]
+    return f"^{_repeat(_exclude_in_pattern('.', fits), schema.get('minLength', 0), maximum)}$"
 
 
 def _exclude_in_pattern(pattern: str, excludes: Sequence[str]) -> str:
@@ -289,11 +298,7 @@ def _exclude_in_pattern(pattern: str, excludes: Sequence[str]) -> str:
             return f"[^{kept_out}{piece.lower()}]"
         if len(piece) == 1 and piece in "|()*+?^$":
             return piece  # syntax, which stands for no character
-        try:
-            is_clear = not any(re.fullmatch(piece if len(piece) > 1 else re.escape(piece), each) for each in letters)
-        except re.error:
-            is_clear = False
-        if not is_clear:
+        if _may_match(piece, letters):
             raise InvalidInputError(
                 f"the pattern {pattern!r} could spell {' or '.join(excludes)}, which ends the call: write it without "
                 f"{' and '.join(letters)} and classes such as [ -~], or let the model decide (tool_choice 'auto')"
@@ -301,6 +306,14 @@ def _exclude_in_pattern(pattern: str, excludes: Sequence[str]) -> str:
         return piece
 
     return _PIECE.sub(narrow, pattern)
+
+
+def _may_match(piece: str, letters: Sequence[str]) -> bool:
+    """Whether a piece of a pattern matches one of the letters; it may if Python cannot read it."""
+    try:
+        return any(re.fullmatch(piece if len(piece) > 1 else re.escape(piece), letter) for letter in letters)
+    except re.error:
+        return True
 
 
 def _repeat(character: str, minimum: Any, maximum: int) -> str:

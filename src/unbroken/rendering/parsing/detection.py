@@ -121,31 +121,34 @@ def choose_parser(
     Raises:
         InvalidInputError: there is no such parser, or the tokenizer's response template is missing or broken.
     """
-    call_format: CallFormat | None
-    unread_calls = ""
     probe = _ReadBackProbe(template, message_format, tokens, reasoning)
-    if name == RESPONSE_TEMPLATE:
-        call_format = None
-    elif name is not None:
-        call_format = get_format(name)
+    unread_calls = ""
+    if name == RESPONSE_TEMPLATE and response_template is None:
+        raise InvalidInputError(
+            f"parser={RESPONSE_TEMPLATE!r} needs a tokenizer with a response_template: set it, or name a format"
+        )
+    if name is None:
+        call_format, unread_calls = _detect_format(probe, source, has_response_template=response_template is not None)
     else:
-        described = [known for known in FORMATS if known.hints and all(hint in source for hint in known.hints)]
-        call_format = probe.find_best(FORMATS) if probe.renders_calls else next(iter(described), None)
-        if call_format is None and response_template is None and probe.renders_calls:
-            call_format = probe.find_by_names(described)
-            unread_calls = _describe_unread_calls(probe.example, call_format)
-        if call_format is None and response_template is None:
-            call_format = get_format("hermes" if _CHATML in source and not probe.renders_calls else "none")
+        call_format = None if name == RESPONSE_TEMPLATE else get_format(name)
     if call_format is None:
-        if response_template is None:
-            raise InvalidInputError(
-                f"parser={RESPONSE_TEMPLATE!r} needs a tokenizer with a response_template: set it, or name a format"
-            )
         return ParserChoice(parser=ResponseTemplateParser(response_template, tokens))
     call_format = probe.adapt(call_format)
     if reasoning is not None:
         call_format = call_format.with_reasoning(reasoning.opening, reasoning.closing)
     return ParserChoice(parser=FormatParser(call_format, tokens), unread_calls=unread_calls)
+
+
+def _detect_format(probe: _ReadBackProbe, source: str, *, has_response_template: bool) -> tuple[CallFormat | None, str]:
+    """The format by the steps of `choose_parser`, and `unread_calls`; None for the response template."""
+    described = [known for known in FORMATS if known.hints and all(hint in source for hint in known.hints)]
+    call_format = probe.find_best(FORMATS) if probe.renders_calls else next(iter(described), None)
+    if call_format is not None or has_response_template:
+        return call_format, ""
+    if not probe.renders_calls:
+        return get_format("hermes" if _CHATML in source else "none"), ""
+    call_format = probe.find_by_names(described)
+    return call_format or get_format("none"), _describe_unread_calls(probe.example, call_format)
 
 
 def _describe_unread_calls(example: str, described: CallFormat | None) -> str:

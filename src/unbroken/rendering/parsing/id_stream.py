@@ -348,7 +348,7 @@ class PartBuilder:
         return self._num_passed
 
     def _continues(self, kind: PartKind) -> bool:
-        """Whether the last part is of this kind; each call is a part of its own."""
+        """Whether the last part is of this kind and no call: two calls are two parts."""
         return kind is not PartKind.TOOL_CALL and bool(self._begun) and self._begun[-1][0] is kind
 
     def _pass_ids(self, start: int, since: int | None) -> None:

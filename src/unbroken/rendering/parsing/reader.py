@@ -174,7 +174,7 @@ class FormatReader:
         """Hold back what may be a call in reasoning that the model forgot to close; False if the piece is not of one.
 
             <think> hm <tool_call> {"name": "now", "arguments": {}} </tool_call>     a call: it ends the reasoning
-            <think> the tag <tool_call> begins a call </think>                       text: the reasoning goes on
+            <think> the tag <tool_call> begins a call </think>                       text: it is still reasoning
 
         It is a call if control ids open it and its body is read as one.
         """

@@ -228,11 +228,13 @@ def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> 
         return CallAttempt(status=ToolCallStatus.INVALID_JSON, name=name)
     call_id = value.get("id") if isinstance(value, dict) else None
     call = read_named_call(name, arguments, call_id=call_id if isinstance(call_id, str) else "")
-    if is_text and call.status is ToolCallStatus.OK:
-        arguments = call.arguments
-        texts = {key: text for key, text in arguments.items() if isinstance(text, str)}
-        return replace(call, arguments={**arguments, **convert_arguments(texts, name, tools)})
-    return call
+    return _convert_texts(call, tools) if is_text and call.status is ToolCallStatus.OK else call
+
+
+def _convert_texts(call: CallAttempt, tools: Sequence[ToolSchema]) -> CallAttempt:
+    """The call with the types that its tool's schema gives to arguments that were written as text."""
+    texts = {key: text for key, text in call.arguments.items() if isinstance(text, str)}
+    return replace(call, arguments={**call.arguments, **convert_arguments(texts, call.name, tools)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,24 +262,27 @@ def _find_fields(spec: Any, text: str, *, first: str | None = None) -> Iterator[
     whole_start = position = 0
     while True:
         name, match = _find_next(spec, text, position, current)
-        stop = len(text) if match is None else match.start()
-        if current is not None and (stop > position or current != spec.implicit):
-            is_closed = match is not None and name == current
+        start, stop = (len(text), len(text)) if match is None else match.span()
+        is_opening = match is None or name != current
+        # Nothing between two fields is no field without an opening; an empty field between delimiters is one.
+        if current is not None and (start > position or current != spec.implicit):
             yield _FieldSpan(
                 name=current,
-                whole=(whole_start, match.end() if match is not None and is_closed else stop),
-                body=(position, stop),
-                is_closed=is_closed or current == spec.implicit,
+                whole=(whole_start, start if is_opening else stop),
+                body=(position, start),
+                is_closed=not is_opening or current == spec.implicit,
                 captures=captures,
             )
         if match is None:
             return
-        is_opening = name != current
-        if match.end() == position and not is_opening:
+        if stop == position and not is_opening:
             return  # an empty closing of an empty field: transformers stops here too
-        current = name if is_opening else spec.implicit
-        captures = {key: value for key, value in match.groupdict().items() if value is not None} if is_opening else {}
-        whole_start, position = match.start(), match.end()
+        current, captures = (name, _get_captures(match)) if is_opening else (spec.implicit, {})
+        whole_start, position = start, stop
+
+
+def _get_captures(match: Any) -> dict[str, str]:
+    return {key: value for key, value in match.groupdict().items() if value is not None}
 
 
 def _find_next(spec: Any, text: str, position: int, current: str | None) -> tuple[str | None, Any]:

@@ -108,13 +108,20 @@ def _convert(element: _Element, schema: Any, root: Mapping[str, Any]) -> Any:
     types = find_types(schema, root)
     if isinstance(element, str):
         if not element.strip() and types is not None and "string" not in types and types & _MAY_BE_EMPTY:
-            return [] if "array" in types else {} if "object" in types else None
+            return _make_empty(types)
         return convert_value(element, schema, root)
     is_list = "array" in types if types is not None else all(name == _ITEM for name, _ in element)
     if is_list:
         items = schema.get("items") if isinstance(schema, Mapping) else None
         return [_convert(item, items, root) for _, item in element]
     return _convert_object(element, schema, root)
+
+
+def _make_empty(types: set[str]) -> Any:
+    """The value that an element without text has under these types."""
+    if "array" in types:
+        return []
+    return {} if "object" in types else None
 
 
 def _convert_object(elements: Sequence[tuple[str, _Element]], schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,9 +116,7 @@ def _find_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | 
     if isinstance(schema.get("$ref"), str):
         return _find_types(_resolve(schema["$ref"], root), root, depth + 1)
     if isinstance(schema.get("type"), str):
-        # A default of null is a value, whatever the type says: `city: str = None` has the type "string".
-        may_be_null = schema.get("nullable") is True or ("default" in schema and schema["default"] is None)
-        return {schema["type"], *(["null"] if may_be_null else [])}
+        return {schema["type"], "null"} if _may_be_null(schema) else {schema["type"]}
     if isinstance(schema.get("type"), list):
         return {name for name in schema["type"] if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):
@@ -127,6 +125,11 @@ def _find_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | 
     if isinstance(schema.get("enum"), list):
         return {_get_type(value) for value in schema["enum"]}
     return {_get_type(schema["const"])} if "const" in schema else None
+
+
+def _may_be_null(schema: Mapping[str, Any]) -> bool:
+    # A default of null is a value, whatever the type says: `city: str = None` has the type "string".
+    return schema.get("nullable") is True or ("default" in schema and schema["default"] is None)
 
 
 def _union(options: Iterable[set[str] | None]) -> set[str] | None:

@@ -183,20 +183,23 @@ def _read_arguments(node: ast.Call, source: _Source) -> dict[str, Any]:
 
 
 def _read_value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, bool, int, float))):
-        return _join_surrogates(node.value) if isinstance(node.value, str) else node.value
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        number = _read_value(node.operand)
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            return -number
-    if isinstance(node, ast.List):
-        return [_read_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [None if key is None else _read_value(key) for key in node.keys]
-        if all(isinstance(key, str) for key in keys):
-            return dict(zip(keys, map(_read_value, node.values), strict=True))
+    match node:
+        case ast.Constant(value=str() as text):
+            return _join_surrogates(text)
+        case ast.Constant(value=None | bool() | int() | float() as value):
+            return value
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            number = _read_value(operand)
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                return -number
+        case ast.List(elts=items):
+            return [_read_value(item) for item in items]
+        case ast.Dict():
+            keys = [None if key is None else _read_value(key) for key in node.keys]  # None: `**others`
+            if all(isinstance(key, str) for key in keys):
+                return dict(zip(keys, map(_read_value, node.values), strict=True))
     raise _InvalidError("not a JSON literal", ToolCallStatus.INVALID_ARGUMENTS)
 
 
