@@ -9,7 +9,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Refusal
 from unbroken.rendering.bridge.turn_ends import BridgeRefusedError, TurnEndProbe, TurnEnds
 from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.encoding.tokenizer import AddedTokens, TokenizerFacts
+from unbroken.rendering.encoding.tokenizer import AddedTokens, TokenizerFacts, TokenMatch
 from unbroken.rendering.message_format import (
     MessageFormat,
     ReasoningDelimiters,
@@ -18,7 +18,7 @@ from unbroken.rendering.message_format import (
     find_reasoning_markup,
 )
 
-__all__ = ["AddedTokens", "TemplateFacts", "TurnEnds", "probe_template"]
+__all__ = ["AddedTokens", "TemplateFacts", "TokenMatch", "TurnEnds", "probe_template"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

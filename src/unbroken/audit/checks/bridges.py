@@ -24,8 +24,7 @@ from unbroken.audit.report import FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Bridge, Closing, HistoryEffect, Refusal, RefusalReason
-from unbroken.rendering.encoding.tokenizer import TokenMatch
-from unbroken.rendering.facts import AddedTokens, TurnEnds
+from unbroken.rendering.facts import AddedTokens, TokenMatch, TurnEnds
 from unbroken.types import token_ids
 
 _NUM_EXAMPLES = 3
