@@ -93,7 +93,7 @@ def our_command(kind: str, recipe: Path, arguments: argparse.Namespace) -> list[
     """The command of a kind of ours, for `torchrun`."""
     vllm = vllm_options(arguments, eager=kind in arguments.eager.split(","))
     output = f"--output={recipe.parent / kind}"
-    options = [output, f"--engine.vllm-options={json.dumps(vllm)}", *KINDS[kind][1]]
+    options = [output, f"--engine.options={json.dumps(vllm)}", *KINDS[kind][1]]
     return ["-m", "unbroken", "train", str(recipe), *options]
 
 

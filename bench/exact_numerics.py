@@ -114,7 +114,7 @@ def make_comparison(arguments: argparse.Namespace) -> Comparison:
     words += [f"--engine.kind={arguments.engine}"]
     if arguments.engine == "colocated":
         own = [*vllm_options(arguments, eager=False), "--skip-tokenizer-init", *shlex.split(arguments.engine_options)]
-        words += ["--precision=bfloat16", f"--engine.vllm-options={json.dumps(own)}"]
+        words += ["--precision=bfloat16", f"--engine.options={json.dumps(own)}"]
     if arguments.lora_rank:
         words += [f"--lora.rank={arguments.lora_rank}"]
     values = read_options([*words, *arguments.options], section_of(RunConfig))

@@ -163,8 +163,8 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     if arguments.mode == "server":
         options = ["--engine", "vllm", *options]
         transport = WeightTransport(arguments.transport)
-        return EngineConfig(kind=EngineKind.STARTED, serve_options=tuple(options), transport=transport)
-    return EngineConfig(kind=EngineKind.COLOCATED, vllm_options=tuple(options))
+        return EngineConfig(kind=EngineKind.STARTED, options=tuple(options), transport=transport)
+    return EngineConfig(kind=EngineKind.COLOCATED, options=tuple(options))
 
 
 async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None:
@@ -289,7 +289,7 @@ async def open_several(config: EngineConfig, folder: Path, number: int) -> Async
     """Open engines that share this process's GPU, one after the other; they get no weights."""
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
-    options = parse_engine_args(["--model", str(folder), "--disable-log-stats", *config.vllm_options])
+    options = parse_engine_args(["--model", str(folder), "--disable-log-stats", *config.options])
     engines = [await VllmEngine.start(options) for _ in range(number)]
     try:
         yield RunEngine(engine=Halves(engines), publisher=None)
@@ -304,7 +304,7 @@ async def open_with_files(config: EngineConfig, folder: Path, output: Path) -> A
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     sleep = ["--enable-sleep-mode"] if torch.cuda.is_available() else []
-    options = parse_engine_args(["--model", str(folder), *sleep, *config.vllm_options])
+    options = parse_engine_args(["--model", str(folder), *sleep, *config.options])
     engine = await VllmEngine.start(options, transfer_dir=output)
     try:
         yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_update=engine.sleep)

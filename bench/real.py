@@ -80,12 +80,12 @@ def command_of(task: str, side: str, seed: int, run: Path, arguments: argparse.N
         own = ["--task", task, "--seed", str(seed), "--run", str(run)]
         return [sys.executable, __file__, *sys.argv[1:], *own]
     options = [
-        f"--model={arguments.model}", f"--output={run}", f"--seed={seed}", f"--trainer.seed={seed}",
+        f"--model={arguments.model}", f"--output={run}", f"--seed={seed}",
         f"--loop.num-steps={arguments.steps}", f"--rollouts.problems-per-step={arguments.problems}",
         f"--engine.kind={arguments.engine}", *options_of(task),
     ]  # fmt: skip
     if arguments.engine == "colocated":
-        options.append(f"--engine.vllm-options={json.dumps(vllm_options(arguments))}")
+        options.append(f"--engine.options={json.dumps(vllm_options(arguments))}")
     if arguments.device == "cpu":
         options.append("--precision=float32")
     if side == "exact":

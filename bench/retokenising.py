@@ -432,7 +432,7 @@ async def make_run(kind: Kind, seed: int, model: Path, output: Path, arguments: 
         precision=precision,
         engine=EngineConfig(
             kind=EngineKind(arguments.engine),
-            vllm_options=options,
+            options=options,
             embedded=TransformersEngineConfig(max_batch=arguments.problems * arguments.group_size),
         ),
         rollouts=make_rollouts(arguments),

@@ -219,7 +219,7 @@ class Runner:
             f"--model={self._get_model(cell)}", f"--output={output}", f"--seed={cell.seed}", *task.options,
             f"--trainer.optimizer.learning-rate={cell.learning_rate}", f"--loop.num-steps={versions + cell.staleness}",
             "--evaluation.num-problems=0", "--rollout-log.groups=0", "--checkpoints.every=100000",
-            "--timeline.write=false", "--trackers.names=[]", "--loop.max-empty-steps=none",
+            "--trackers.names=[]", "--loop.max-empty-steps=none",
             *(() if cell.method == SYNCHRONOUS else METHODS[cell.method]), *self._arguments.options,
         ]  # fmt: skip
         last = {option.partition("=")[0]: option for option in options}.values()  # those of the command line win

@@ -31,7 +31,7 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     "public names (classes and functions of modules)": Bound(1890, 1700),
-    "settings of `unbroken train`": Bound(245, 160),
+    "settings of `unbroken train`": Bound(173, 160),
     "functions of complexity above 15": Bound(44, 20),
     "functions of complexity above 10": Bound(197, 130),
     "getattr with a default": Bound(66, 60),

@@ -160,7 +160,7 @@ def train_gated(folder: Path, model: Path, *, samplers: int) -> tuple[Path, Fork
     recipe.write_text(f"LETTERS, NUM_KILLS = {str(RECIPE)!r}, {NUM_KILLS}\n{GATED_RECIPE}")
     trainer = ForkedPython(
         "unbroken", "train", recipe, f"--model={model}", f"--output={output}", "--engine.kind=started",
-        '--engine.serve-options=["--engine","transformers"]',
+        '--engine.options=["--engine","transformers"]',
         f"--loop.num-steps={NUM_KILLS + 1}", "--rollout-log.groups=none",
         f"--rollouts.samplers={samplers}", "--trainer.old-logprobs=recompute", output=folder / f"{samplers}.log",
     )  # fmt: skip

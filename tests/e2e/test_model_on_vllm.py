@@ -142,7 +142,7 @@ async def test_numerics_compares_vllm_with_the_trainer_row_by_row_and_module_by_
         "--num-gpu-blocks-override",
         "64",
     ]
-    options = ["--engine.kind=colocated", f"--engine.vllm-options={json.dumps(vllm)}", "--precision=bfloat16"]
+    options = ["--engine.kind=colocated", f"--engine.options={json.dumps(vllm)}", "--precision=bfloat16"]
     command = ["numerics", str(tmp_path), "--rows=4", "--max-tokens=8", "--json", *options]
     assert await asyncio.to_thread(main, command) == 1
     printed = capsys.readouterr().out

@@ -24,11 +24,10 @@ ROWS = [
     {"question": "A car costs $1,200. Two cost?", "answer": "2 * 1200 = <<2*1200=2400>>2400\n#### 2,400"},
 ]
 SMALL = (
-    "--engine.kind=embedded", "--engine.vllm-options=[]", "--precision=float32",
+    "--engine.kind=embedded", "--engine.options=[]", "--precision=float32",
     "--data.hub=none", "--data.subset=none",
-    "--evaluation-data.hub=none", "--evaluation-data.subset=none", "--evaluation-data.split=train",
     "--loop.num-steps=2", "--rollouts.problems-per-step=2", "--rollouts.group-size=2",
-    "--rollouts.sampling.max-tokens=8", "--evaluation.sampling.max-tokens=8", "--evaluation.num-problems=2",
+    "--rollouts.sampling.max-tokens=8", "--evaluation.sampling.max-tokens=8",
 )  # fmt: skip
 
 
@@ -45,7 +44,8 @@ def test_the_recipe_trains(tmp_path, model, name):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     output = tmp_path / "run"
-    data = [f"--data.file={rows}", f"--evaluation-data.file={rows}", f"--output={output}", f"--model={model}"]
+    sets = f'[{{data = {{file = "{rows}", prompt = "question"}}}}]'
+    data = [f"--data.file={rows}", f"--evaluation-sets={sets}", f"--output={output}", f"--model={model}"]
     assert main(["train", str(FOLDER / name), *SMALL, *data]) == 0
     lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [line["rollout/num_trainable"] for line in lines] == [4, 4]
@@ -62,8 +62,10 @@ def test_the_recipe_is_for_one_gpu_and_names_what_is_on_the_hub(name):
     assert isinstance(config, Config)
     assert config.engine.kind is EngineKind.COLOCATED
     assert config.data is not None
-    assert config.evaluation_data is not None
-    assert (config.data.hub, config.evaluation_data.split) == ("openai/gsm8k", "test")
+    assert [(each.data.hub, each.data.split, each.num_problems) for each in config.evaluation_sets] == [
+        ("openai/gsm8k", "test", 200)
+    ]
+    assert config.data.hub == "openai/gsm8k"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_run_that_is_ended_goes_on_as_one_that_is_not(tmp_path, capsys, model,
 
 
 def test_a_server_is_started_trained_through_and_ended(tmp_path, model):
-    options = {"--engine.kind": "started", "--engine.serve-options": "--engine,transformers"}
+    options = {"--engine.kind": "started", "--engine.options": "--engine,transformers"}
     options |= {"--engine.transport": "broadcast", "--loop.num-steps": "2", "--evaluation.num-problems": "0"}
     assert main(command(SUMS, tmp_path / "run", model, **options)) == 0
     for version, line in enumerate(lines(tmp_path / "run"), 1):
@@ -121,7 +121,7 @@ def test_a_server_is_started_trained_through_and_ended(tmp_path, model):
 
 
 def test_a_server_that_does_not_start_says_where_to_look(tmp_path, capsys, model):
-    options = {"--engine.kind": "started", "--engine.serve-options": "--engine,nonsense"}
+    options = {"--engine.kind": "started", "--engine.options": "--engine,nonsense"}
     assert main(command(SUMS, tmp_path / "run", model, **options)) == 1
     assert f"{tmp_path}/run/server.log says why" in capsys.readouterr().err
     assert "invalid choice: 'nonsense'" in (tmp_path / "run" / "server.log").read_text()

@@ -68,7 +68,7 @@ async def test_i9_a_real_model_speaks_and_is_scored_alike(numerics, tmp_path: Pa
             "loop.num_steps": 1,
             "precision": Precision.BFLOAT16,
             "engine.kind": EngineKind.COLOCATED,
-            "engine.vllm_options": options,
+            "engine.options": options,
             "trainer.numerics": numerics,
             "trainer.optimizer.learning_rate": 1e-5,
         },

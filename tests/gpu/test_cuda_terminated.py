@@ -54,7 +54,7 @@ def test_a_run_that_gets_sigterm_closes_its_engine(tmp_path: Path) -> None:
     options = "[" + ", ".join(f'"{word}"' for word in OPTIONS) + "]"
     command = [
         sys.executable, "-m", "unbroken", "train", letters_recipe.__file__, f"--output={output}", f"--model={model}",
-        "--engine.kind=colocated", f"--engine.vllm-options={options}", "--loop.num-steps=10000",
+        "--engine.kind=colocated", f"--engine.options={options}", "--loop.num-steps=10000",
         "--checkpoints.every=1",
     ]  # fmt: skip
     with (tmp_path / "log").open("wb") as log:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from unbroken.errors import InvalidInputError
 
@@ -42,10 +44,17 @@ class TurnBudget:
 class Limits:
     """Limits of one rollout. Reaching one is not an error: the trajectory ends with a status that says so."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "close_timeout_s": "it is 30 s, three times what a container gets to stop",
+        "turn_timeout_s": "it is an hour, in which the slowest engine ends a reply or hangs",
+    }
+    """Fields that are no settings of a run, and why."""
+
     max_turns: int = 16
-    """Maximum number of turns."""
+    """Maximum number of turns. Raise it where `counters/limits` says that it ends many episodes."""
     max_tokens: int = 8192
-    """Maximum number of tokens sampled in all turns together."""
+    """Maximum number of tokens sampled in all turns together. Raise it where `counters/limits` says that it
+    ends many episodes."""
     timeout_s: float = 600.0
     """Seconds that the environment, its tools and its reward, or an agent, may take for the whole episode. Waiting for
     the engine does not count, however busy it is."""

@@ -61,13 +61,12 @@ class EngineConfig:
 
     kind: EngineKind = EngineKind.EMBEDDED
     embedded: TransformersEngineConfig = field(default_factory=TransformersEngineConfig)
-    vllm_options: tuple[str, ...] = ()
-    """For colocated: options of vLLM, e.g. ["--gpu-memory-utilization", "0.5", "--max-model-len", "2048"]."""
+    options: tuple[str, ...] = ()
+    """For colocated: vLLM's, e.g. ["--gpu-memory-utilization", "0.5", "--max-model-len", "2048"]. For started: those of
+    `unbroken serve`, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
     processes_per_engine: int = 1
     """For colocated: trainer processes that share one vLLM, which is tensor-parallel over their GPUs. With 1, each has
     its own."""
-    serve_options: tuple[str, ...] = ()
-    """For started: options of `unbroken serve`, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
     urls: tuple[str, ...] = ()
     """For server: the servers' addresses."""
     urls_file: Path | None = None
@@ -76,18 +75,15 @@ class EngineConfig:
     api_key_file: Path | None = None
     """A file with the servers' API key, if they need one."""
     wait_s: float = 600.0
-    """How long to wait at the start for servers that do not answer yet, or for the started one to serve;
-    later, `loop.outages` applies."""
-    publish_timeout_s: float = 600.0
-    """For servers: how long one may take to load new weights; after that it counts as failed."""
+    """How long to wait at the start for servers that do not answer yet, or for the started one to serve; later,
+    `loop.outages` applies. A server gets as long, and at least 600 s, to load new weights. Raise it for models that
+    take longer to load."""
     transport: WeightTransport = WeightTransport.FILES
     weights_dir: Path | None = None
     """For server with files: the folder that the servers were started with as --weights-dir."""
     versions_to: str | None = None
     """For server with files, instead of weights_dir: a store for versions of the weights, such as s3://bucket/run, that
     the servers were started with as --versions-from. Nothing else may write there."""
-    host: str = "127.0.0.1"
-    """For broadcast: an address of this machine that the servers' machines can reach."""
     in_flight: InFlight = InFlight.PAUSE
     """How requests in flight get new weights, with loop.max_staleness."""
     reuse_kv: bool = False
@@ -108,23 +104,26 @@ class EngineConfig:
         self._check_weights()
         if not self.wait_s >= 0:
             raise InvalidInputError(f"wait_s must be >= 0, got {self.wait_s}")
-        if not self.publish_timeout_s > 0:
-            raise InvalidInputError(f"publish_timeout_s must be > 0, got {self.publish_timeout_s}")
-        if self.vllm_options and self.kind is not EngineKind.COLOCATED:
-            raise InvalidInputError(f"vllm_options must be left out with kind {self.kind}, got {self.vllm_options}")
+        if self.options and self.kind not in (EngineKind.COLOCATED, EngineKind.STARTED):
+            raise InvalidInputError(f"options must be left out with kind {self.kind}, got {self.options}")
         if self.processes_per_engine < 1:
             raise InvalidInputError(f"processes_per_engine must be >= 1, got {self.processes_per_engine}")
         if self.processes_per_engine > 1 and self.kind is not EngineKind.COLOCATED:
             raise InvalidInputError(
                 f"processes_per_engine must be 1 with kind {self.kind}, got {self.processes_per_engine}"
             )
-        if self.serve_options and self.kind is not EngineKind.STARTED:
-            raise InvalidInputError(f"serve_options must be left out with kind {self.kind}, got {self.serve_options}")
+
+    @property
+    def publish_timeout_s(self) -> float:
+        """How long a server may take to load new weights; after that it counts as failed. The same disk and network
+        gave it the first weights within `wait_s`.
+        """
+        return max(self.wait_s, 600.0)
 
     @property
     def starts_vllm(self) -> bool:
         """Whether a run with this engine starts vLLM."""
-        options = self.serve_options
+        options = self.options
         kind = next((options[k + 1] for k, option in enumerate(options[:-1]) if option == "--engine"), "auto")
         serves_vllm = kind == "vllm" or (kind == "auto" and find_spec("vllm") is not None)
         return self.kind is EngineKind.COLOCATED or (self.kind is EngineKind.STARTED and serves_vllm)
@@ -308,8 +307,6 @@ class ExportConfig:
     dtype: Precision | None = None
     """The type of the weights in the files; none: that of the model's own files (adapters alone: float32). Training is
     in float32, which is exact."""
-    shard_gb: float = 5.0
-    """Maximum size of a safetensors file, in 10^9 bytes."""
     push_to_hub: str | None = None
     """A repository on the Hugging Face Hub that gets the final model, such as NAME/MODEL; it is created if missing."""
     private: bool = False
@@ -320,8 +317,6 @@ class ExportConfig:
             raise InvalidInputError(f"every must be >= 0, got {self.every}")
         if self.num_kept is not None and self.num_kept < 1:
             raise InvalidInputError(f"num_kept must be >= 1 or none, got {self.num_kept}")
-        if not self.shard_gb > 0:
-            raise InvalidInputError(f"shard_gb must be > 0, got {self.shard_gb}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,12 +329,9 @@ class RolloutLogConfig:
     max_mb: float | None = 1000.0
     """Maximum size of all files together, in 10^6 bytes, spread over the steps; none: no maximum. A step that needs
     more keeps at least one group: first those whose rewards differ, failures and extreme rewards."""
-    every: int = 1
-    """Steps from one that is kept to the next."""
-    trainer_logprobs: bool = True
-    """Whether the trainer scores `scored_groups` before the step, which costs a forward pass over them."""
     scored_groups: int | None = 1
-    """Groups of those that are kept which have the trainer's logprobs, first those whose rewards differ; none: all."""
+    """Groups of those that are kept which have the trainer's logprobs, first those whose rewards differ; none: all. It
+    costs a forward pass over them in each step. Raise it to see where sampler and trainer differ."""
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.groups < 0:
@@ -348,27 +340,6 @@ class RolloutLogConfig:
             raise InvalidInputError(f"scored_groups must be >= 0 or none, got {self.scored_groups}")
         if self.max_mb is not None and not self.max_mb > 0:
             raise InvalidInputError(f"max_mb must be > 0 or none, got {self.max_mb}")
-        if self.every < 1:
-            raise InvalidInputError(f"every must be >= 1, got {self.every}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineConfig:
-    """A file in `timeline/` for each process, with what it did when, for https://ui.perfetto.dev."""
-
-    write: bool = True
-    """Whether there are such files."""
-    max_mb: float | None = 64.0
-    """Maximum size of the files of a process, in 10^6 bytes, of which the newest are kept; none: no maximum."""
-
-    def __post_init__(self) -> None:
-        if self.max_mb is not None and not self.max_mb > 0:
-            raise InvalidInputError(f"max_mb must be > 0 or none, got {self.max_mb}")
-
-    @property
-    def max_bytes(self) -> int | None:
-        """`max_mb` in bytes."""
-        return None if self.max_mb is None else int(self.max_mb * 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,7 +441,8 @@ class RunConfig:
     output: Path
     """Folder of the run: metrics, evaluations, checkpoints, models. The same command continues the run in it."""
     seed: int = 0
-    """Seed of the problems, their order and the sampling; `trainer.seed` is for the minibatches."""
+    """Seed of the problems, their order, the sampling, and how rows are dealt out to minibatches. Change it to repeat a
+    run and see how far results differ by chance."""
     algorithm: Algorithm = Algorithm.GRPO
     advantages: FunctionName | None = None
     """Instead of the algorithm's: grpo, dr_grpo, rloo, batch_scaled_grpo, reinforce_plus_plus,
@@ -499,11 +471,8 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     rollout_log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
-    timeline: TimelineConfig = field(default_factory=TimelineConfig)
     log_completions: int = 0
     """Completions of each step that are shown in a table, and logged to trackers that have tables."""
-    log_unique_prompts: bool = False
-    """Whether that table has each prompt once, with the first of its completions."""
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
     profile_steps: str | None = None
     """Steps to profile with torch.profiler, FIRST:STOP: 3:5 for the steps 3 and 4; a trace in `profiles`."""
@@ -586,7 +555,7 @@ class RunConfig:
         """`trainer`, with what the algorithm needs and with the correction of `loop.max_staleness`, unless it says
         otherwise.
         """
-        trainer, most = self.trainer, self.max_sampled_tokens
+        trainer, most = replace(self.trainer, seed=self.seed), self.max_sampled_tokens
         if self.loop.max_staleness > 0:
             trainer = self.objective.for_stale_rows(trainer)
         if self.algorithm is Algorithm.DAPO and trainer.overlong is None:

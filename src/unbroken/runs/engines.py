@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 from accelerate.utils import gather_object
@@ -41,7 +42,7 @@ from unbroken.images.processor import ImageProcessor
 from unbroken.rendering.loader import load_renderer, load_tokenizer
 from unbroken.runs.config import EngineConfig, EngineKind, RunConfig, WeightTransport, read_key
 from unbroken.runs.folder import open_private
-from unbroken.runs.processes import Rank, without_launcher
+from unbroken.runs.processes import Rank, find_own_address, without_launcher
 from unbroken.server.config import ServerLimits
 from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
@@ -153,7 +154,7 @@ def _naming_vllm() -> Iterator[None]:
     except InvalidInputError as error:
         raise InvalidInputError(
             f"{error}. For a model that the embedded engine refuses there is vLLM: engine.kind colocated, or started "
-            'with engine.serve_options ["--engine", "vllm"]'
+            'with engine.options ["--engine", "vllm"]'
         ) from error
 
 
@@ -221,7 +222,7 @@ async def _start_colocated(
     # Nobody reads vLLM's statistics, which take time. As many logprobs as `unbroken serve` has: top_k is below them.
     options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
     options += ["--max-logprobs", str(ServerLimits().max_top_logprobs)]
-    options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.vllm_options]
+    options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.options]
 
     async def start() -> SleepingEngine:
         with without_launcher():
@@ -290,13 +291,20 @@ async def _connect(
             else:
                 publisher = BroadcastPublisher(
                     clients,
-                    host=config.host,
+                    host=_find_own_host(engine.urls[0]),
                     device=device.type,
                     timeout_s=config.publish_timeout_s,
                     **_updating(config),
                 )
                 stack.callback(publisher.close)
         yield RunEngine(engine=engine, publisher=publisher, servers=servers)
+
+
+def _find_own_host(url: str) -> str:
+    """The address of this machine at which a server, which has been reached at `url`, can reach it."""
+    parts = urlsplit(url)
+    _, own = find_own_address(parts.hostname or "127.0.0.1", parts.port or 80)
+    return own
 
 
 @asynccontextmanager
@@ -422,7 +430,7 @@ def _serve_command(
     return [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
         "--weights-dir", str(weights), "--exit-with-parent", *lora,
-        *_routing_options(records_routing), *exact, *config.serve_options,
+        *_routing_options(records_routing), *exact, *config.options,
     ]  # fmt: skip
 
 

@@ -392,8 +392,8 @@ class _Evaluation:
                 return
         elif not self.checks_policy:
             return
-        options = (*config.engine.vllm_options, *config.engine.serve_options)
-        self.console.print(await check_against_folder(engine, folder, renderer, options=options), soft_wrap=True)
+        found = await check_against_folder(engine, folder, renderer, options=config.engine.options)
+        self.console.print(found, soft_wrap=True)
 
 
 async def _open_engine(

@@ -83,7 +83,7 @@ def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: fl
         sizes = ModelSizes.of(model, modules=config.lora.modules if config.lora else ())
     except (AttributeError, OSError, TypeError, ValueError):
         return
-    lora, options = config.lora, config.engine.vllm_options
+    lora, options = config.lora, config.engine.options
     words = [part for word in options for part in word.split("=", 1)]
     share = next((words[k + 1] for k, word in enumerate(words[:-1]) if word == "--gpu-memory-utilization"), "0.9")
     has_copy = config.objective.needs_reference(config.training) and (
@@ -226,7 +226,7 @@ def find_context_length(source: str | Path, engine: EngineConfig) -> int | None:
         )
     except (OSError, ValueError):
         return None  # `load_model` has the error
-    words = [part for word in (*engine.vllm_options, *engine.serve_options) for part in word.split("=", 1)]
+    words = [part for word in engine.options for part in word.split("=", 1)]
     given = next((words[k + 1] for k, word in enumerate(words[:-1]) if word == "--max-model-len"), "")
     own = (
         engine.embedded.context_length

@@ -110,16 +110,17 @@ class Comparison:
     def configure(self, numerics: Numerics, output: Path) -> RunConfig:
         """The settings of a run; raises `InvalidInputError` if it cannot have these numerics."""
         own = {"output": output, "loop.num_steps": 1, "trainer.numerics": numerics}
-        own["trainer.warn_of_inexact"] = numerics is Numerics.EXACT
         defaults: dict[str, Any] = {"trainer.optimizer.learning_rate": 1e-4}
         if self.values.get("engine.kind") is not EngineKind.COLOCATED:
-            defaults |= {"engine.embedded.max_batch": max(_SLOTS, self.num_rows)}
             defaults |= {"trainer.tokens_per_micro_batch": _PASS_IDS}
             defaults |= {"trainer.shared_prefixes": SharedPrefixes.NEVER}  # random rows share none
         config: RunConfig = build(section_of(RunConfig), {**defaults, **self.values, **own})
         if (kind := config.engine.kind) not in (EngineKind.EMBEDDED, EngineKind.COLOCATED):
             raise InvalidInputError(f"engine.kind must be embedded or colocated to compare numerics, got {kind}")
-        return config
+        # Logprobs that are not equal are counted here, and end no run.
+        trainer = replace(config.trainer, warn_of_inexact=numerics is Numerics.EXACT)
+        embedded = replace(config.engine.embedded, max_batch=max(_SLOTS, self.num_rows))
+        return replace(config, trainer=trainer, engine=replace(config.engine, embedded=embedded))
 
     async def measure(self) -> list[NumericsReport]:
         """Compare with each setting: with vLLM in a separate process, for a process chooses its kernels once."""
@@ -377,5 +378,5 @@ def _compare_outputs(sampled: Mapping[str, torch.Tensor], trained: Mapping[str, 
                 f"{far:.2g} ({kinds.replace('torch.', '')})"
             )
     if not names:
-        return "modules were not compared: vLLM shows them with --enforce-eager in --engine.vllm-options"
+        return "modules were not compared: vLLM shows them with --enforce-eager in --engine.options"
     return f"outputs of {len(names)} modules are equal"

@@ -116,8 +116,7 @@ class TrainingObserver(RunObserver):
         await self._recorder.record(rollouts)
         with self._trainer.fail_together():
             if (number := self._config.log_completions) > 0 and self._metrics is not None:
-                unique = self._config.log_unique_prompts
-                columns, rows = make_table(rollouts, self._trainer, number, unique_prompts=unique)
+                columns, rows = make_table(rollouts, self._trainer, number)
                 self._progress.show_completions(rollouts.step, columns, rows)
                 self._metrics.log_table(rollouts.step, "completions", columns, rows)
 

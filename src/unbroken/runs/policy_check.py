@@ -76,7 +76,7 @@ def choose_max_k3(config: RunConfig, engine: EngineConfig, model: Any) -> float:
     """The bound of an engine of a run on `model`, from what both round (`TrainerConfig.max_policy_k3`)."""
     if config.trainer.max_policy_k3 is not None:
         return config.trainer.max_policy_k3
-    is_quantised = _is_quantised(model, [*engine.vllm_options, *engine.serve_options])
+    is_quantised = _is_quantised(model, engine.options)
     if is_quantised or engine.reuse_kv or (has_experts(model) and not config.trainer.routing_replay):
         return COARSE
     is_float32 = config.precision is Precision.FLOAT32 and engine.kind is EngineKind.EMBEDDED

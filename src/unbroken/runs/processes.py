@@ -366,14 +366,24 @@ def _make_store() -> dict[str, Any]:
 def _listen(port: int = 0) -> tuple[socket.socket, str]:
     """A server, and the host at which others reach it: the address from which it reaches the store they meet in."""
     host, master_port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family, kind, _, _, target = socket.getaddrinfo(host, master_port or 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # it sends nothing
-        probe.connect(target)
-        own: str = probe.getsockname()[0]
+    family, own = find_own_address(host, master_port or 1)
     if not is_loopback(own.partition("%")[0]) or is_loopback(host):
         return socket.create_server((own, port), family=family), own
     # A name that means 127.0.1.1 on its own machine, and elsewhere the right address, which is not known here.
     return socket.create_server(("", port), family=family), host
+
+
+def find_own_address(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """The address of this machine on the way to a host, at which that can reach it; nothing is sent.
+
+    Raises:
+        OSError: the host has no address.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        own: str = probe.getsockname()[0]
+    return family, own
 
 
 @contextmanager

@@ -63,6 +63,8 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics
 
 _logger = logging.getLogger(__name__)
+_MAX_TIMELINE_BYTES = 64 * 10**6
+"""Of a process, of which the newest are kept: some 500,000 events, which https://ui.perfetto.dev opens at once."""
 
 
 async def run(
@@ -384,10 +386,8 @@ def _open_records(stack: ExitStack | AsyncExitStack, config: RunConfig, run: Ope
 
 def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
     """The timeline of this process, which continues that of an earlier start of the run."""
-    if not config.timeline.write:
-        return Timeline()
     path = config.output / "timeline" / f"rank-{rank.index}.json"
-    file = TraceFile(path, max_bytes=config.timeline.max_bytes)
+    file = TraceFile(path, max_bytes=_MAX_TIMELINE_BYTES)
     return Timeline(file, name=f"rank {rank.index}", rank=rank.index)
 
 

@@ -12,6 +12,9 @@ class Config:
     loop: LoopConfig = LoopConfig(num_steps=50)
 
 section_of(Config).all_fields()["loop.num_steps"]     Field(name="loop.num_steps", hint=int, default=50, doc=...)
+
+A config class may have `elsewhere: ClassVar[Mapping[str, str]]`: names that are no settings, and for each what to do
+instead, which the error says. They are names of other packages, and fields that are for callers in Python alone.
 """
 
 from __future__ import annotations
@@ -228,6 +231,8 @@ class Section:
     """Whether it is None unless one of its fields is given."""
     fields: tuple[Field, ...]
     sections: tuple[Section, ...]
+    elsewhere: Mapping[str, str]
+    """Names that are no settings, and what to do instead."""
 
     def all_sections(self) -> Iterator[Section]:
         """Iterate over this section and all sections inside it, in order."""
@@ -246,8 +251,11 @@ def section_of(
     """Describe a config class, or the part of a config whose names begin with `prefix`."""
     hints = typing.get_type_hints(config_class)
     docs = read_field_docs(config_class)
+    elsewhere: Mapping[str, str] = getattr(config_class, "elsewhere", {})
     fields, sections = [], []
     for field in dataclasses.fields(config_class):
+        if field.name in elsewhere:
+            continue
         name, hint = prefix + field.name, hints[field.name]
         default = _default_of(field) if base is None else getattr(base, field.name)
         inner = _dataclass_in(hint)
@@ -264,6 +272,7 @@ def section_of(
         is_optional=is_optional,
         fields=tuple(fields),
         sections=tuple(sections),
+        elsewhere=elsewhere,
     )
 
 
@@ -420,20 +429,18 @@ def build(section: Section, values: Values) -> Any:
 def describe(config: Any) -> dict[str, Any]:
     """Get all values of a config by their dotted names, as JSON values, to be kept and compared: without secrets.
 
-    An optional part that is left out is None.
+    Fields that are no settings have one too. An optional part that is left out is None.
     """
-    return {
-        name: redact(value, name) for name, value in _describe_section(section_of(type(config), base=config)).items()
-    }
+    return {name: redact(to_json(value), name) for name, value in _list_values(config, prefix="")}
 
 
-def _describe_section(section: Section) -> dict[str, Any]:
-    if section.base is None:
-        return {section.prefix.removesuffix("."): None}
-    values = {field.name: to_json(field.default) for field in section.fields}
-    for inner in section.sections:
-        values |= _describe_section(inner)
-    return values
+def _list_values(config: Any, *, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _list_values(value, prefix=f"{name}.")
+        else:
+            yield name, value
 
 
 def _check_value(field: Field, value: Any, name: str, folder: Path | None) -> Any:
@@ -461,10 +468,11 @@ def _config_class_in(field: Field) -> type[Any] | None:
 def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInputError:
     """The error for an unknown field, with similar names."""
     known = section.all_fields()
-    parts = {each.prefix: each.config_class for each in section.all_sections()}
-    elsewhere = getattr(parts.get(name.removesuffix(_last(name))), "elsewhere", {})
-    if (why := elsewhere.get(_last(name))) is not None:
-        return InvalidInputError(f"{shown_name} must be left out: {why}")
+    for part in section.all_sections():
+        # All of a part that is no setting has its reason: `sampling.structured_output.regex`.
+        own = name.removeprefix(part.prefix).partition(".")[0] if name.startswith(part.prefix) else ""
+        if own in part.elsewhere:
+            return InvalidInputError(f"{shown_name} must be left out: {part.elsewhere[own]}")
     inside = [each for each in known if each.startswith(name + ".")]
     if inside:
         return InvalidInputError(f"{shown_name} has its own fields: give one of {', '.join(inside)}")

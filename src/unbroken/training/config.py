@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.loss_config import (
@@ -105,6 +107,9 @@ class OptimizerName(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, and its learning rate."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {"eps": "it is 1e-8, PyTorch's; gradients are clipped to max_grad_norm"}
+    """Fields that are no settings of a run, and why."""
 
     name: OptimizerName = OptimizerName.ADAMW
     learning_rate: float = 1e-6
@@ -238,6 +243,15 @@ class TrainerConfig:
     """How one step trains. `dpo` is for `OnlineDpo`; from `clip` to `entropy_weight`, all but `old_logprobs` and `dpo`
     is for `PolicyGradient`.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "seed": "it is the run's seed",
+        "sampler_tensor_parallel": "a run asks its engine",
+        "warn_of_inexact": "`unbroken numerics` counts the logprobs of a model and an engine that are not equal",
+        "logprob_chunk_size": "it is 1,024, whose logits take 0.6 GB with a vocabulary of 150,000",
+        "image_cache_bytes": "it is 1 GiB; other images are processed again",
+    }
+    """Fields that are no settings of a run, and why."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
@@ -419,8 +433,15 @@ class TrainerConfig:
 class OutageConfig:
     """How long and how often a run waits for engines that go away."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "ask_every_s": "it is 2 s, and a server answers in some milliseconds",
+        "max_losses": "it is 5: a prompt that crashes the engine does so each time",
+    }
+    """Fields that are no settings of a run, and why."""
+
     wait_s: float = 1800.0
-    """Maximum wait for them to come back, each time."""
+    """Maximum wait for them to come back, each time; then the run ends, and the same command continues it. Raise it
+    where it takes longer to replace a machine."""
     ask_every_s: float = 2.0
     """Pause between two checks of their health."""
     max_losses: int = 5
@@ -439,6 +460,12 @@ class OutageConfig:
 class LoopConfig:
     """How long to train, and which rollouts are recent enough."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "max_lag": "it is 0: older ids come from an engine that was restarted; max_staleness samples ahead",
+        "num_zero_variance_scored": "it is 8, so that `mismatch/kl` has a value in each step",
+    }
+    """Fields that are no settings of a run, and why."""
+
     num_steps: int
     """With 0, a run evaluates and trains nothing."""
     max_lag: int = 0
@@ -447,15 +474,6 @@ class LoopConfig:
     max_staleness: int = 0
     """With 0, a step samples, trains and publishes in turn. Above it the engine samples while the trainer trains, and
     an id is trained at most this many policy versions after the one that sampled it (docs/sampling-ahead.md)."""
-    adapt_ahead: bool = True
-    """With max_staleness: sample only as far ahead as keeps the trainer busy. Otherwise always as far as it allows, and
-    all ids are about that old."""
-    max_drops: int = 0
-    """With max_staleness: how often the group of a problem may be given up because it takes so long that it becomes too
-    old. After that the trainer waits for it. With 0 no group is given up, and what is trained does not depend on how
-    long it took."""
-    max_groups_in_flight: int | None = None
-    """With max_staleness: groups that each process samples at the same time; None: as many as it allows."""
     max_replacements: float | None = None
     """How many groups whose rewards are all equal a step replaces by those of further problems, at most and for each of
     its own groups: with 3, a step of 16 groups samples up to 64 (DAPO's dynamic sampling, arXiv:2503.14476). After that
@@ -480,8 +498,6 @@ class LoopConfig:
                 ">= 0, and 0 with max_staleness, which takes its place",
             ),
             max_staleness=(self.max_staleness >= 0, ">= 0"),
-            max_drops=(self.max_drops >= 0, ">= 0"),
-            max_groups_in_flight=(self.max_groups_in_flight is None or self.max_groups_in_flight >= 1, ">= 1, or None"),
             max_replacements=(
                 self.max_replacements is None or (math.isfinite(self.max_replacements) and self.max_replacements >= 0),
                 "finite and >= 0, or None",

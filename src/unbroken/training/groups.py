@@ -23,7 +23,7 @@ class GroupSource(ABC):
     A subclass has `groups_per_step` and `sample`. One that chooses a number's problem by the results so far, as a
     curriculum does, has the other methods too.
 
-    Several are sampled at the same time, and not always in their order. A number whose group was cancelled or lost, or
+    Several are sampled at the same time, and not always in their order. A number whose group was dropped or lost, or
     was in flight when the run was killed, is asked for again: it stands for the same problem.
     """
 
@@ -71,7 +71,6 @@ class GroupNumbers:
         """All numbers below are trained."""
         self._beyond: set[int] = set()
         """The others that are trained."""
-        self._drops: dict[int, int] = {}
 
     @classmethod
     def of(
@@ -83,7 +82,7 @@ class GroupNumbers:
         are left have `groups_per_step`, however many those before had.
         """
         numbers = cls(0)
-        numbers.restore(state or {"next": num_made * groups_per_step, "beyond": [], "drops": []})
+        numbers.restore(state or {"next": num_made * groups_per_step, "beyond": []})
         num_trained = numbers._lowest + len(numbers._beyond) - numbers._num_replaced
         numbers._num_to_train = num_trained + (num_steps - num_made) * groups_per_step
         return numbers
@@ -105,21 +104,12 @@ class GroupNumbers:
         """Give the number out again, before higher ones."""
         heapq.heappush(self._again, number)
 
-    def count_drop(self, number: int) -> None:
-        """Count that a group was too old."""
-        self._drops[number] = self.num_drops(number) + 1
-
-    def num_drops(self, number: int) -> int:
-        """How often the group was too old."""
-        return self._drops.get(number, 0)
-
     def mark_trained(self, numbers: Iterable[int]) -> None:
         """These are trained, and never given out again."""
         self._beyond.update(numbers)
         while self._lowest in self._beyond:
             self._beyond.remove(self._lowest)
             self._lowest += 1
-        self._drops = {number: count for number, count in self._drops.items() if not self._is_trained(number)}
 
     def mark_replaced(self, number: int) -> None:
         """It teaches nothing and is never given out again; there is one more number in its place."""
@@ -131,14 +121,12 @@ class GroupNumbers:
         return {
             "next": self._lowest,
             "beyond": sorted(self._beyond),
-            "drops": [list(pair) for pair in sorted(self._drops.items())],
             "num_replaced": self._num_replaced,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state: what is not trained is given out again."""
         self._lowest, self._beyond = state["next"], set(state["beyond"])
-        self._drops = dict(state["drops"])
         self._num_replaced = state.get("num_replaced", 0)
         self._fresh = max((number + 1 for number in self._beyond), default=self._lowest)
         self._again = [number for number in range(self._lowest, self._fresh) if number not in self._beyond]
@@ -146,6 +134,3 @@ class GroupNumbers:
     @property
     def _stop(self) -> int:
         return self._num_to_train + self._num_replaced
-
-    def _is_trained(self, number: int) -> bool:
-        return number < self._lowest or number in self._beyond

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from unbroken.errors import InvalidInputError
 
@@ -54,6 +55,9 @@ _NAMED = {
 class Correction:
     """The correction for the gap between sampler and trainer, and its bounds."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {"low": "it is that of the kind: 0.5 of icepop, 0 of the others"}
+    """Fields that are no settings of a run, and why."""
+
     kind: CorrectionKind = CorrectionKind.NONE
     low: float | None = None
     """Smallest ratio that is not masked; none: that of the name, otherwise 0."""
@@ -83,6 +87,11 @@ class ClipConfig:
     """How far the ratio of policy and old policy may go. Each loss has its own values for what is not given, and
     refuses what it does not use.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("positive_temperature", "negative_temperature"), "sapo has those of its paper"
+    )
+    """Fields that are no settings of a run, and why."""
 
     low: float | None = None
     """A ratio below 1 - low has no gradient if the advantage is negative."""
@@ -163,8 +172,11 @@ class ReferenceSync:
     (1 - mixup) * reference.
     """
 
+    elsewhere: ClassVar[Mapping[str, str]] = {"mixup": "it is 0.6, as in the paper; every says how fast it follows"}
+    """Fields that are no settings of a run, and why."""
+
     every: int
-    """Steps from one time to the next."""
+    """Steps from one time to the next. Lower it where the distance holds back a policy that still learns."""
     mixup: float = 0.6
 
     def __post_init__(self) -> None:
@@ -177,6 +189,13 @@ class EntropyControl:
     `delta` if the mean entropy at its loss tokens was at most `target`, and otherwise falls by it. The bonus is in the
     loss only while the last update's entropy was at most the target; the first update has none.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "delta": "it is 0.005, as in the paper",
+        "min_weight": "it is 0: below, the loss would lower the entropy",
+        "max_weight": "it is 1, where a nat of entropy weighs as much as an advantage of 1",
+    }
+    """Fields that are no settings of a run, and why."""
 
     target: float
     """In nats. That of a healthy run is in `train/entropy`."""
@@ -236,6 +255,9 @@ class OverlongConfig:
     """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): what is subtracted from a trajectory's reward
     rises linearly over the last `buffer` ids before `max_tokens`, from 0 to `penalty`.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {"penalty": "it is 1, as in the paper; weights of rewards are beside it"}
+    """Fields that are no settings of a run, and why."""
 
     max_tokens: int
     """Sampled ids of a trajectory, in all turns, from which on the whole penalty is subtracted."""

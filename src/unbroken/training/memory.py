@@ -218,7 +218,7 @@ def find_remedies(
     elif layout.is_base_exact:
         changes.append(('model_settings.dtype = "bfloat16"', config, replace(layout, is_base_exact=False)))
     if layout.engine_share > 0.3:
-        name = 'engine.vllm_options = ["--gpu-memory-utilization", "0.3"]'
+        name = 'engine.options = ["--gpu-memory-utilization", "0.3"]'
         changes.append((name, config, replace(layout, engine_share=0.3)))
     now = estimate_memory(sizes, config, layout, device_bytes=device_bytes).total
     for name, changed, other in changes:

@@ -1,9 +1,8 @@
 """The queue of one process's groups: in flight, and finished until a step takes them.
 
     number ── may start? ──► in flight ──► finished ──► taken by a step
-      ▲                         │ cancelled     │ dropped: too old for the next step; or replaced by another number
+      ▲                         │ lost          │ dropped: too old for the next step; or replaced by another number
       └─────────────────────────┴───────────────┘
-                                 lost: its engine went away
 
 All of it happens in the event loop's thread: whatever changes calls `fill`, which starts what may start.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -44,14 +43,10 @@ _READY = 1 / 4
 class GroupCounts(Sums):
     """What became of the groups of a process that were not trained, since the step before."""
 
-    num_cancelled: int = 0
-    """In flight, too old for the next step."""
     num_dropped: int = 0
-    """Finished, too old for the next step."""
+    """Finished, too old for the next step: versions rose by more than one, or an engine was behind."""
     num_lost: int = 0
     """Their engine went away."""
-    num_cancelled_ids: int = 0
-    """Sampled ids, of turns that had ended."""
     num_dropped_ids: int = 0
     num_lost_ids: int = 0
     """Sampled ids, of turns that had ended."""
@@ -91,13 +86,10 @@ class LiveGroup:
     number: int
     oldest_version: int
     """Version of its oldest id; while it is in flight, that of the engine when it started."""
-    is_protected: bool
-    """Whether the trainer waits for it, rather than making a step after which it would be too old."""
     has_seen_outages: int
     """Outages before it was started."""
     effort: Effort = field(default_factory=Effort)
     group: TrajectoryGroup | None = None
-    task: asyncio.Task[None] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -259,20 +251,18 @@ class GroupQueue:
             may_start = len(self._live) < self._limit and self._is_in_time()
             if self._is_ahead:
                 self._hold(not may_start)
-            max_in_flight = self.config.max_groups_in_flight if self._is_ahead else None
-            if not may_start or (max_in_flight is not None and self.num_in_flight >= max_in_flight):
+            if not may_start:
                 return
             number = self.numbers.take_next()
             live = LiveGroup(
                 number=number,
                 oldest_version=self.engine_version,
-                is_protected=self.numbers.num_drops(number) >= self.config.max_drops,
                 has_seen_outages=self._num_outages,
             )
             self._live.append(live)
-            live.task = asyncio.create_task(self._sample(live))
-            self._tasks.add(live.task)
-            live.task.add_done_callback(self._tasks.discard)
+            task = asyncio.create_task(self._sample(live))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             self.timeline.begin_lane(SAMPLED, number, version=live.oldest_version)
             self._show_counts()
 
@@ -282,13 +272,10 @@ class GroupQueue:
         self.fill()
 
     def set_next_version(self, version: int) -> None:
-        """The next step begins with these weights: end what is too old for it."""
+        """The next step begins with these weights: what is finished and too old for it is sampled again."""
         self._next_version = version
-        for live in [live for live in self._live if self._is_too_old(live, version)]:
-            if live.is_finished:
-                self._drop(live)
-            elif not live.is_protected:
-                self._cancel(live)
+        for live in [live for live in self._live if live.is_finished and self._is_too_old(live, version)]:
+            self._drop(live)
         self.fill()
 
     def lose(self, error: EngineError) -> None:
@@ -337,15 +324,11 @@ class GroupQueue:
         except BaseException as error:
             # Rust parts of a package raise panics that are no Exception, and user code may cancel its own task: nobody
             # awaits this one, so the trainer would wait for the group for ever.
-            if live in self._live:
-                if must_propagate(error):  # the run ends
-                    raise
-                self.fail(to_exception(error))
-                return
-        if live not in self._live:  # it was cancelled, and only now have its requests left the engine
-            self.numbers.put_back(live.number)
-            self.fill()
-        elif lost is not None:
+            if must_propagate(error):  # the run ends
+                raise
+            self.fail(to_exception(error))
+            return
+        if lost is not None:
             self._lose_group(live, lost)
         elif group is not None:
             self._finish(live, group, is_replaced=is_replaced)
@@ -373,19 +356,9 @@ class GroupQueue:
 
     def _drop(self, live: LiveGroup) -> None:
         self._remove(live)
-        self.numbers.count_drop(live.number)
         self.numbers.put_back(live.number)
         self._counts += GroupCounts(num_dropped=1, num_dropped_ids=live.effort.num_ids)
         self._end_lane(live, QUEUED, "dropped")
-
-    def _cancel(self, live: LiveGroup) -> None:
-        """Its number is given out again once the task has ended."""
-        self._remove(live)
-        assert live.task is not None
-        live.task.cancel()
-        self.numbers.count_drop(live.number)
-        self._counts += GroupCounts(num_cancelled=1, num_cancelled_ids=live.effort.num_ids)
-        self._end_lane(live, SAMPLED, "cancelled")
 
     def _lose_group(self, live: LiveGroup, error: EngineError) -> None:
         self._remove(live)
@@ -441,7 +414,7 @@ class GroupQueue:
 
     @property
     def _adapts_limit(self) -> bool:
-        return self.config.adapt_ahead and self._is_ahead
+        return self._is_ahead
 
     @property
     def _highest_limit(self) -> int:
@@ -451,22 +424,17 @@ class GroupQueue:
     def _choose(self, version: int) -> list[LiveGroup] | None:
         """Choose the finished groups of a step that begins with `version`; None if it must wait.
 
-        The oldest come first, in the order of their start among equals. The step waits for protected groups if it would
-        leave more of them than the steps after it can take in time.
+        The oldest come first, in the order of their start among equals. The step waits if it would leave more groups
+        than the steps after it can take in time, those that are still sampled included.
         """
         if self.num_queued < self.source.groups_per_step:
             return None
         finished = [live for live in self._live if live.is_finished]
-        oldest_first = sorted(finished, key=lambda live: live.oldest_version)
-        protected_first = sorted(oldest_first, key=lambda live: not live.is_protected)
-        for order in (oldest_first, protected_first):
-            chosen = order[: self.source.groups_per_step]
-            left = [live for live in set(self._live) - set(chosen) if live.is_protected]
-            if self._is_feasible(left, version + 1):
-                return chosen
-        return None
+        chosen = sorted(finished, key=lambda live: live.oldest_version)[: self.source.groups_per_step]
+        left = set(self._live) - set(chosen)
+        return chosen if self._is_feasible(left, version + 1) else None
 
-    def _is_feasible(self, groups: Sequence[LiveGroup], version: int) -> bool:
+    def _is_feasible(self, groups: Collection[LiveGroup], version: int) -> bool:
         """Whether the steps from `version` on can take all of these groups in time: the earliest due come first."""
         due = sorted(live.oldest_version + self.config.max_staleness - version for live in groups)
         per_step = self.source.groups_per_step

@@ -213,7 +213,7 @@ def explain_empty(logged: Metrics) -> str:
         found.append(f"{equal} of {compared} groups have equal rewards (the mean is {mean:.3g})")
     rollouts = logged["rollout/num_trajectories"]
     found += [f"{logged[name]} of {rollouts} rollouts {words}" for name, words in _REASONS.items() if logged.get(name)]
-    if too_old := (logged.get("sampler/num_dropped") or 0) + (logged.get("sampler/num_cancelled") or 0):
+    if too_old := logged.get("sampler/num_dropped"):
         found.append(f"{too_old} groups were too old (max_staleness)")
     return "; ".join(found) or "there were no rollouts to train on"
 

@@ -89,8 +89,16 @@ _ELSEWHERE = {
     "a completion ends with a stop id, a stop string or max_tokens": "ignore_eos max_time repetition_detection",
     "it changes text alone, and completions are ids": "skip_special_tokens spaces_between_special_tokens detokenize "
     "include_stop_str_in_output",
+    "the trainer's logprobs would be of another distribution; a recipe in Python may give it for evaluations": (
+        "presence_penalty frequency_penalty repetition_penalty structured_output"
+    ),
+    "each rollout has one of its own, by the run's seed": "seed",
+    "rollouts keep the logprobs of sampled ids alone": "num_top_logprobs",
+    "trainer.routing_replay asks for them": "return_routed_experts",
+    "rollouts ask for them where top_k, top_p or min_p cut": "return_kept_ids",
 }
-"""Why parameters of transformers' `GenerationConfig` and vLLM's `SamplingParams` are not here."""
+"""Why parameters of transformers' `GenerationConfig` and vLLM's `SamplingParams` are not here, and why some that are
+here, for requests, are no settings of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +111,7 @@ class SamplingParams:
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {name: why for why, names in _ELSEWHERE.items() for name in names.split()}
-    """Parameters that other libraries have, and why they are not here."""
+    """Parameters that a run's settings are without, and why."""
 
     max_tokens: int = 512
     """Maximum number of tokens to sample, stop token included."""

@@ -59,13 +59,13 @@ def test_the_reference_of_adapters_is_a_copy_of_the_base_only_if_it_follows_them
 
 
 def test_an_engine_that_the_run_starts_is_started_for_the_rank() -> None:
-    config = EngineConfig(kind=EngineKind.STARTED, serve_options=("--engine", "vllm", "--max-loras", "5"))
+    config = EngineConfig(kind=EngineKind.STARTED, options=("--engine", "vllm", "--max-loras", "5"))
     command = _serve_command(config, "m", Path("w"), adapter_rank=LoraConfig(rank=17).rank)
     assert command[command.index("--enable-lora") :] == [
         "--enable-lora", "--max-lora-rank", "32", "--max-loras", "3", "--engine", "vllm", "--max-loras", "5"
     ]  # fmt: skip
     assert "--enable-lora" not in _serve_command(config, "m", Path("w"))
-    embedded = EngineConfig(kind=EngineKind.STARTED, serve_options=("--engine", "transformers"))
+    embedded = EngineConfig(kind=EngineKind.STARTED, options=("--engine", "transformers"))
     assert "--enable-lora" not in _serve_command(embedded, "m", Path("w"), adapter_rank=17)
     with pytest.raises(InvalidInputError, match=r"lora\.rank must be at most 512 .* got 513"):
         _lora_options(513)

@@ -64,7 +64,7 @@ def test_a_run_samples_ahead_and_leaves_its_servers_with_the_last_weights(tmp_pa
         urls = [each.url for each in started]
         words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={model}"]
         words += [f"--loop.num-steps={NUM_STEPS}", f"--loop.max-staleness={MAX_STALENESS}", "--engine.kind=server"]
-        words += [f"--engine.urls={','.join(urls)}", f"--engine.weights-dir={weights}", "--loop.adapt-ahead=false"]
+        words += [f"--engine.urls={','.join(urls)}", f"--engine.weights-dir={weights}"]
         assert main([*words, *options]) == 0
         scores = [asyncio.run(score(url)) for url in urls]
     for found in scores:

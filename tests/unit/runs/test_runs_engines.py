@@ -210,7 +210,7 @@ async def test_a_server_that_is_down_is_named(tmp_path):
             },
             r"weights_dir must be given exactly with kind server and transport files",
         ),
-        ({"serve_options": ("--port", "1")}, r"serve_options must be left out with kind embedded"),
+        ({"options": ("--port", "1")}, r"options must be left out with kind embedded"),
         ({"urls_file": Path("e")}, r"urls must be given exactly with kind server, got \(\) with embedded"),
         (
             {"kind": EngineKind.SERVER, "urls": ("http://a",), "urls_file": Path("e"), "weights_dir": Path("w")},

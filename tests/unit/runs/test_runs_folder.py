@@ -139,7 +139,7 @@ def test_the_files_that_settings_name_are_known_by_their_contents(tmp_path):
         "model": f"{tmp_path}/model", "data.file": [f"{tmp_path}/p.jsonl", f"{tmp_path}/q.csv.gz"], "data.prompt": "q",
         "rewards": [{"function": f"{tmp_path}/rewards.py:right", "model": None}], "tools": [f"{tmp_path}/tools.py:add"],
         "environment": f"{tmp_path}/env.py:Env", "agent.command": ["sh", f"{tmp_path}/agent.sh"], "seed": 0,
-        "evaluation_data.file": f"{tmp_path}/a.parquet", "evaluation_sets": [{"data": {"file": f"{tmp_path}/saved"}}],
+        "evaluation_sets": [{"data": {"file": f"{tmp_path}/{name}"}} for name in ("a.parquet", "saved")],
         "engine.api_key_file": f"{tmp_path}/key", "engine.urls_file": f"{tmp_path}/urls.json", "loss": "module:loss",
         "curriculum": f"{tmp_path}/nowhere.py:make", "environment_arguments": {"text": "a\0b", "long": "x" * 9999},
     }  # fmt: skip

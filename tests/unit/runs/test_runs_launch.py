@@ -69,7 +69,7 @@ def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, 
 def test_two_processes_with_vllm_in_each_train_as_one(tmp_path, model):
     """With what a launcher sets; the tests above have real ones."""
     words = (*SMALL_VLLM, "--max-model-len", "256")
-    settings = {"engine.kind": "colocated", "engine.vllm-options": json.dumps(words), "loop.num-steps": 3}
+    settings = {"engine.kind": "colocated", "engine.options": json.dumps(words), "loop.num-steps": 3}
     settings |= {"rollouts.problems-per-step": 4, "evaluation.num-problems": 3}
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or both engines take the first core

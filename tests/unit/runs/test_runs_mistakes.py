@@ -288,8 +288,8 @@ def test_the_context_of_a_run_is_that_of_its_engine(tmp_path: Path) -> None:
     length = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     colocated, started = EngineKind.COLOCATED, EngineKind.STARTED
     assert find_context_length(model, EngineConfig()) == length
-    assert find_context_length(model, EngineConfig(kind=colocated, vllm_options=("--max-model-len", "77"))) == 77
-    assert find_context_length(model, EngineConfig(kind=started, serve_options=("--max-model-len=78",))) == 78
+    assert find_context_length(model, EngineConfig(kind=colocated, options=("--max-model-len", "77"))) == 77
+    assert find_context_length(model, EngineConfig(kind=started, options=("--max-model-len=78",))) == 78
     assert find_context_length(tmp_path / "nothing", EngineConfig()) is None
 
 

@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_exact_is_named_with_the_reason(tmp_path, capsys)
     "options",
     [
         [],
-        ["--engine.kind=started", '--engine.serve-options=["--engine","transformers"]', "--loop.max-staleness=2"],
+        ["--engine.kind=started", '--engine.options=["--engine","transformers"]', "--loop.max-staleness=2"],
         ["--lora.rank=4", "--rollouts.sampling.top-k=5", "--rollouts.sampling.temperature=0.7"],
     ],
     ids=["embedded", "started, ahead", "lora and top-k"],

@@ -182,7 +182,7 @@ def test_the_bound_is_that_of_the_arithmetic():
     colocated = EngineConfig(kind=EngineKind.COLOCATED)
     assert choose_max_k3(config, colocated, dense) == DENSE_BOUND
     assert choose_max_k3(config_of(precision="bfloat16"), config.engine, dense) == DENSE_BOUND
-    quantised = EngineConfig(kind=EngineKind.COLOCATED, vllm_options=("--quantization", "fp8"))
+    quantised = EngineConfig(kind=EngineKind.COLOCATED, options=("--quantization", "fp8"))
     assert choose_max_k3(config, quantised, dense) == COARSE
     assert choose_max_k3(config, colocated, experts) == COARSE
     replayed = config_of(**{"trainer.routing_replay": True})

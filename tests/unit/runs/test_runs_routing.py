@@ -49,7 +49,7 @@ async def test_the_embedded_engine_of_a_run_records_experts(tmp_path):
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_a_server_that_the_run_starts_records_them_with_either_engine(engine):
-    config = EngineConfig(kind=EngineKind.STARTED, serve_options=("--engine", engine))
+    config = EngineConfig(kind=EngineKind.STARTED, options=("--engine", engine))
     assert "--enable-return-routed-experts" in _serve_command(config, "m", Path("w"), records_routing=True)
     assert "--enable-return-routed-experts" not in _serve_command(config, "m", Path("w"))
 

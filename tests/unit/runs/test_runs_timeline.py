@@ -1,17 +1,13 @@
-"""A run leaves a timeline of what it did when, unless the timeline is switched off."""
+"""A run leaves a timeline of what it did when."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 
-import pytest
-
 from support import letters_recipe
 from support.served import save_tiny_model
 from unbroken.cli import main
-from unbroken.errors import InvalidInputError
-from unbroken.runs.config import TimelineConfig
 from unbroken.timeline import read_timeline
 
 
@@ -36,11 +32,3 @@ def test_a_run_and_its_continuation_write_one_timeline(tmp_path):
     assert json.loads(path.read_text())
     assert count_slices(path)["step 2"] == 1
     assert {event["pid"] for event in read_timeline(path)} == {1, 2}
-    size = path.stat().st_size
-    assert main([*words, "--loop.num-steps=4", "--timeline.write=false"]) == 0
-    assert path.stat().st_size == size
-
-
-def test_a_size_that_is_none_at_all_is_refused():
-    with pytest.raises(InvalidInputError, match="max_mb must be > 0 or none, got 0"):
-        TimelineConfig(max_mb=0)

@@ -27,8 +27,7 @@ def check(source: PretendSource, trainer: PretendTrainer, config: LoopConfig) ->
     assert source.num_running == 0
     assert source.engine.policy_version == trainer.policy_version
     num_again = sum(source.num_starts.values()) - num_groups
-    assert source.engine.num_outages > 0 or num_again <= config.max_drops * num_groups
-
+    assert source.engine.num_outages > 0 or num_again == 0
     assert source.max_running <= (config.max_staleness + 1) * source.groups_per_step
 
 
@@ -36,14 +35,9 @@ def check(source: PretendSource, trainer: PretendTrainer, config: LoopConfig) ->
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 5),
-    max_drops=st.integers(0, 2),
-    limit=st.none() | st.integers(1, 6),
     publish_beside_step=st.booleans(),
-    adapt_ahead=st.booleans(),
 )
-def test_no_group_is_too_old_and_each_is_trained_once(
-    seed, max_staleness, groups_per_step, max_drops, limit, publish_beside_step, adapt_ahead
-):
+def test_no_group_is_too_old_and_each_is_trained_once(seed, max_staleness, groups_per_step, publish_beside_step):
     rng = random.Random(seed)
     engine = PretendEngine(lambda version: rng.uniform(0, 15))
     slow = rng.random() * 0.3
@@ -56,16 +50,11 @@ def test_no_group_is_too_old_and_each_is_trained_once(
     config = LoopConfig(
         num_steps=rng.randint(1, 12),
         max_staleness=max_staleness,
-        max_drops=max_drops,
-        max_groups_in_flight=limit,
         publish_beside_step=publish_beside_step,
-        adapt_ahead=adapt_ahead,
         max_empty_steps=None,
     )
     run(source, engine, trainer, config)
     check(source, trainer, config)
-    has_limit = limit is not None and max_staleness > 0
-    assert not has_limit or source.max_running <= limit + groups_per_step * (max_staleness + 1) * (max_drops > 0)
 
 
 def test_the_engine_samples_while_the_trainer_trains():
@@ -111,36 +100,24 @@ def test_without_staleness_nothing_is_sampled_from_when_groups_are_taken_until_t
     assert set(trainer.staleness) == {0}
 
 
-@pytest.mark.parametrize("max_drops", [0, 1, 2])
-def test_a_group_that_is_always_slow_is_given_up_max_drops_times_and_then_waited_for(max_drops):
+def test_a_group_that_is_always_slow_is_waited_for():
     engine = PretendEngine()
     source = PretendSource(engine, lambda number, _: 300 if number == 3 else 2, 2)
     trainer = PretendTrainer()
-    config = LoopConfig(num_steps=30, max_staleness=2, max_drops=max_drops)
+    config = LoopConfig(num_steps=30, max_staleness=2)
     run(source, engine, trainer, config)
     check(source, trainer, config)
-    assert source.num_starts[3] == max_drops + 1
+    assert source.num_starts[3] == 1
 
 
-@pytest.mark.parametrize("adapt_ahead", [True, False])
-def test_a_sampler_that_is_fast_keeps_ids_young_unless_it_shall_not(adapt_ahead):
+def test_a_sampler_that_is_fast_keeps_ids_young():
     engine = PretendEngine()
     source, trainer = PretendSource(engine, lambda *_: 5, 4), PretendTrainer(lambda step: 30)
-    config = LoopConfig(num_steps=60, max_staleness=4, adapt_ahead=adapt_ahead)
+    config = LoopConfig(num_steps=60, max_staleness=4)
     run(source, engine, trainer, config)
     check(source, trainer, config)
     staleness = sum(trainer.staleness[160:]) / len(trainer.staleness[160:])
-    assert staleness < 2.5 if adapt_ahead else staleness > 3.5, staleness
-
-
-def test_a_finished_group_that_was_overtaken_is_dropped_and_sampled_again():
-    """Number 1 finishes while the step is made after which it is too old."""
-    engine = PretendEngine()
-    source = PretendSource(engine, lambda number, num_before: 30 if number == 1 and not num_before else 1, 1)
-    trainer = PretendTrainer(lambda step: 20)
-    config = LoopConfig(num_steps=12, max_staleness=3, max_drops=1, adapt_ahead=False)
-    run(source, engine, trainer, config)
-    check(source, trainer, config)
+    assert staleness < 2.5
 
 
 def test_groups_of_an_engine_that_goes_away_are_sampled_again_once_it_is_back():
@@ -241,19 +218,16 @@ class KilledError(Exception):
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(0, 3),
-    max_drops=st.integers(0, 1),
     max_replacements=st.floats(0, 4),
     kill_step=st.integers(0, 8),
 )
 def test_a_run_that_is_killed_and_goes_on_trains_or_replaces_each_group_once_up_to_the_bound(
-    seed, max_staleness, max_drops, max_replacements, kill_step
+    seed, max_staleness, max_replacements, kill_step
 ):
     rng = random.Random(seed)
     share, per_step, num_steps = rng.random(), rng.randint(1, 4), 8
     equal = {number for number in range(500) if rng.random() < share}
-    config = LoopConfig(
-        num_steps=num_steps, max_staleness=max_staleness, max_drops=max_drops, max_replacements=max_replacements
-    )
+    config = LoopConfig(num_steps=num_steps, max_staleness=max_staleness, max_replacements=max_replacements)
 
     def make(step_s: Callable[[int], float], version: int) -> tuple[PretendSource, PretendTrainer]:
         engine = PretendEngine(policy_version=version)

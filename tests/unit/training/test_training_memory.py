@@ -126,7 +126,7 @@ def test_an_engine_that_samples_needs_its_share_beside_weights_and_optimizer():
     assert found.total > H100
     text = describe_shortage(sizes_of("Qwen3-1.7B"), PLAIN, layout, device_bytes=H100)
     assert text is not None
-    assert 'engine.vllm_options = ["--gpu-memory-utilization", "0.3"]' in text
+    assert 'engine.options = ["--gpu-memory-utilization", "0.3"]' in text
 
 
 def test_each_choice_needs_what_it_says():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from unbroken.errors import InvalidInputError
 from unbroken.types import Numerics
@@ -12,10 +14,19 @@ from unbroken.types import Numerics
 class TransformersEngineConfig:
     """Limits of an embedded engine, whose memory for keys and values grows on demand up to them."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "max_batch": "it is 256 rows, whose keys and values take memory as they grow: context_length bounds them",
+        "max_prefill_tokens": "it is 4,096, of which a pass takes the memory of a pass of the trainer",
+        "records_routing": "trainer.routing_replay turns it on",
+        "numerics": "they are those of trainer.numerics",
+    }
+    """Fields that are no settings of a run, and why."""
+
     max_batch: int = 256
     """Maximum rows that sample at once (a request has n), and slots of the prefix cache; more rows wait."""
     context_length: int | None = None
-    """Maximum ids of a sequence; None is the model's own `max_position_embeddings`."""
+    """Maximum ids of a sequence; None is the model's own `max_position_embeddings`. Lower it where a long context of
+    which rollouts use a part does not fit into memory."""
     max_prefill_tokens: int = 4096
     """Maximum prompt ids, padding included, that one step computes besides sampling."""
     records_routing: bool = False

@@ -104,6 +104,6 @@ class KeptModels:
             evaluation=None if evaluation is None else dict(evaluation),
         )  # fmt: skip
         if self.trainer.from_main_process(read_info(folder)) != info:
-            form = make_form(merged=config.merged, dtype=info.dtype, shard_gb=config.shard_gb)
+            form = make_form(merged=config.merged, dtype=info.dtype)
             self.trainer.save_pretrained(folder, form=form, add_files=partial(add_files, info=info))
         return folder

@@ -57,9 +57,10 @@ TRAIN = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationData:
-    """A named data set to evaluate on."""
+    """A data set to evaluate on."""
 
-    name: str
+    name: str = DEFAULT_SET
+    """In metrics; must be given with several."""
     data: DataConfig
     num_problems: int | None = None
     """Problems, from the first on in the order of the run; none: all rows."""
@@ -78,10 +79,9 @@ class Config(RunConfig):
     """The model's folder or its name on the hub."""
     data: DataConfig | None = None
     """May be left out with an environment that makes its own problems."""
-    evaluation_data: DataConfig | None = None
-    """The data of the evaluation; if left out, `data`."""
     evaluation_sets: tuple[EvaluationData, ...] = ()
-    """Instead, several named data sets, each with its own number of problems, samples and sampling parameters."""
+    """Data sets to evaluate on, each with a name and its own number of problems, samples and sampling parameters;
+    without any, the first problems of `data`."""
     rewards: tuple[RewardConfig, ...] = ()
     """At least one without an environment; with one, their sum is added to its own reward."""
     tools: tuple[Path, ...] = ()
@@ -97,10 +97,6 @@ class Config(RunConfig):
     """Instead of answers and environments: a program that attempts each row, as it would with any model."""
 
     def __post_init__(self) -> None:
-        if self.evaluation_sets and self.evaluation_data is not None:
-            raise InvalidInputError(
-                "evaluation_data must be left out with evaluation_sets, which have data of their own"
-            )
         if is_package(self.environment):
             self._check_package()
         elif self.agent is not None:
@@ -142,7 +138,7 @@ class Config(RunConfig):
             file = str(value).rpartition(":")[0]
             if value is not None and file.endswith(".py") and not Path(file).is_file():
                 raise InvalidInputError(f"{name} must name a file that exists, got {file}: there is no such file")
-        data = {"data": self.data, "evaluation_data": self.evaluation_data}
+        data = {"data": self.data}
         data |= {f"evaluation_sets[{k}].data": each.data for k, each in enumerate(self.evaluation_sets)}
         for name, each in data.items():
             for path in () if each is None else each.files:
@@ -152,7 +148,7 @@ class Config(RunConfig):
                     )
 
     def _check_package(self) -> None:
-        for name in ("data", "evaluation_data", "evaluation_sets", "tools", "rewards", "agent"):
+        for name in ("data", "evaluation_sets", "tools", "rewards", "agent"):
             if getattr(self, name):
                 raise InvalidInputError(f"{name} must be left out with {self.environment!s}, which has its own")
 
@@ -185,8 +181,7 @@ async def run(config: Config) -> None:
 def make_sets(config: Config, maker: ProblemMaker) -> list[EvaluationSet]:
     """The sets to evaluate on; raises as `ProblemMaker.make` does."""
     if not config.evaluation_sets:
-        data = config.data if config.evaluation_data is None else config.evaluation_data
-        return [EvaluationSet(problems=maker.make(data, split=DEFAULT_SET))]
+        return [EvaluationSet(problems=maker.make(config.data, split=DEFAULT_SET))]
     made = [maker.make(each.data, split=each.name) for each in config.evaluation_sets]
     return [
         EvaluationSet(

@@ -60,7 +60,7 @@ class Recorder:
             MetricsError: the file cannot be written.
             TrainingError: another process raised it.
         """
-        if rollouts.step % self.config.every or self.config.groups == 0:
+        if self.config.groups == 0:
             return
         room = await asyncio.to_thread(self._find_room, rollouts.step)
         groups = choose_groups(spread(rollouts.groups, self.config.groups), max_bytes=room)
@@ -87,8 +87,7 @@ class Recorder:
         return share - sum(path.stat().st_size for path in before)
 
     async def _score(self, rows: Sequence[TrainingSample], rollouts: StepRollouts) -> Sequence[RowScores | None]:
-        can_score = self.config.trainer_logprobs and rollouts.is_trained
-        if not can_score or not self.trainer.in_any_process(bool(rows)):
+        if not rollouts.is_trained or not self.trainer.in_any_process(bool(rows)):
             return [None] * len(rows)
         return await asyncio.to_thread(self.trainer.score, rows)
 
@@ -173,18 +172,9 @@ def _estimate_bytes(group: TrajectoryGroup) -> int:
     return 3 * ids + 9 * group.num_sampled + (1000 + len(str(group.data)) // 2) * len(group.trajectories)
 
 
-def make_table(
-    rollouts: StepRollouts, trainer: Trainer, num_rows: int, *, unique_prompts: bool = False
-) -> tuple[list[str], list[list[Any]]]:
-    """The columns and rows of a table of some completions, evenly spread over the step's rollouts, or over the first
-    of each prompt.
-    """
-    members = [member for group in rollouts.groups for member in group.trajectories]
-    if unique_prompts:
-        members = list({str(member.messages[: _find_answer(member)]): member for member in members[::-1]}.values())[
-            ::-1
-        ]
-    members = spread(members, num_rows)
+def make_table(rollouts: StepRollouts, trainer: Trainer, num_rows: int) -> tuple[list[str], list[list[Any]]]:
+    """The columns and rows of a table of some completions, evenly spread over the step's rollouts."""
+    members = spread([member for group in rollouts.groups for member in group.trajectories], num_rows)
     parts = sorted({name for member in members for name in member.reward_parts})
     trained = TrainedRows(trainer, rollouts.units)
     columns = ["prompt", "completion", "reward", *parts, "advantage", "status"]

@@ -134,7 +134,7 @@ def check_one_policy(
         f"{found.max_abs:.3g} nats, of id {ids[worst]} with {sampler[worst]:.4g} from the sampler and "
         f"{trainer[worst]:.4g} from the trainer, and {100 * found.share_off_20pct:.1f} % of the ratios are off by more "
         "than 20 %. Has the engine other weights, another config or a wrong kernel? `unbroken numerics MODEL` shows "
-        "where both differ, and --engine.vllm-options=--enforce-eager leaves out vLLM's graphs; a mismatch that you "
+        "where both differ, and --engine.options=--enforce-eager leaves out vLLM's graphs; a mismatch that you "
         "want is allowed by trainer.max_policy_k3"
     )
 

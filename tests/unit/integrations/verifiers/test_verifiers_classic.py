@@ -112,7 +112,9 @@ def test_a_toml_file_names_an_environment_with_its_arguments(tmp_path: Path) -> 
     assert ProblemMaker(found).make(found.data, split="train").num_problems == 5
 
 
-@pytest.mark.parametrize("line", ['data.file = "rows.jsonl"', 'tools = ["a.py:b"]', 'evaluation_data.file = "a.json"'])
+@pytest.mark.parametrize(
+    "line", ['data.file = "rows.jsonl"', 'tools = ["a.py:b"]', 'evaluation_sets = [{data = {file = "a.json"}}]']
+)
 def test_what_an_environment_of_verifiers_has_itself_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(InvalidInputError, match=r"must be left out with verifiers:look, which has its own"):
         read(tmp_path, line)

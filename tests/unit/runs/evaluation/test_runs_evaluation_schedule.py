@@ -105,8 +105,6 @@ def test_several_named_sets_have_their_own_problems_samples_and_sampling(tmp_pat
     assert "hard: reward after" in printed
     assert run("other", "--evaluation.best-set=soft") == 1
     assert "evaluation.best_set must be one of ['easy', 'hard'], got 'soft'" in capsys.readouterr().err
-    assert run("other", "--evaluation-data.file=x.jsonl") == 1
-    assert "evaluation_data must be left out with evaluation_sets" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_problems", -1), ("num_samples", 0), ("every", -1)])

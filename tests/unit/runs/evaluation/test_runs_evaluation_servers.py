@@ -183,7 +183,7 @@ def test_a_server_that_stays_away_does_not_end_the_run(tmp_path, model, monkeypa
             return await sample(self)
 
         monkeypatch.setattr(Evaluator, "sample", dies)
-        options = [ASYNCHRONOUS, "--loop.outages.wait-s=0.2", "--loop.outages.ask-every-s=0.1"]
+        options = [ASYNCHRONOUS, "--loop.outages.wait-s=0.2"]
         assert main(words(output, model, server, *options)) == 0
     assert [line["step"] for line in read_evaluations(output)] == [0]
     assert count_steps(output) == 8

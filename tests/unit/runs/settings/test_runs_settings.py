@@ -59,7 +59,7 @@ class Config(Base):
     parts: tuple[Part, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=0.1, eps=1e-3))
+        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=1e-3, eps=1e-3))
     )
     extra: Part | None = None
     data: Path | tuple[Path, ...] | None = None
@@ -117,7 +117,7 @@ def test_an_option_sets_its_field(words, name, value):
 def test_what_is_not_given_keeps_the_default_of_the_recipe_and_not_that_of_the_class():
     assert from_options() == Config(output=Path("runs"))
     trainer = from_options("--trainer.optimizer.learning-rate", "3e-4").trainer
-    assert trainer == TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-4, eps=1e-3))
+    assert trainer == TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-4, weight_decay=1e-3, eps=1e-3))
 
 
 def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
@@ -128,7 +128,7 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
     )
     assert config.output == tmp_path / "runs"
     assert config.parts == (Part(file=tmp_path / "a.py"), Part(file=Path("/b.py"), weight=2.0))
-    assert config.trainer.optimizer == OptimizerConfig(learning_rate=0.1, eps=1e-3, betas=(0.8, 0.9))
+    assert config.trainer.optimizer == OptimizerConfig(learning_rate=0.1, weight_decay=1e-3, eps=1e-3, betas=(0.8, 0.9))
     assert (config.colour, config.names, config.variables) == (Colour.BLUE, ("a",), {"thinking": False})
 
 
@@ -173,12 +173,41 @@ def test_sampling_parameters_of_other_libraries_are_refused_by_name_with_the_rea
 
 
 def test_further_sampling_parameters_that_are_exact_go_through():
-    table = {"stop_strings": ["</answer>"], "stop_token_ids": [7], "seed": 3, "num_top_logprobs": 2}
+    table = {"stop_strings": ["</answer>"], "stop_token_ids": [7]}
     values = read_table({"rollouts": {"sampling": table}}, section_of(RunConfig), source="", folder=None)
     config = build(section_of(RolloutConfig, prefix="rollouts."), values)
-    assert config.sampling == SamplingParams(
-        stop_strings=("</answer>",), stop_token_ids=(7,), seed=3, num_top_logprobs=2
-    )
+    assert config.sampling == SamplingParams(stop_strings=("</answer>",), stop_token_ids=(7,))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("trainer.seed", "it is the run's seed"),
+        ("trainer.optimizer.eps", "it is 1e-8"),
+        ("loop.outages.ask_every_s", "it is 2 s"),
+        ("evaluation.sampling.structured_output.regex", "the trainer's logprobs would be of another distribution"),
+        ("engine.embedded.numerics", "they are those of trainer.numerics"),
+    ],
+)
+def test_a_field_that_is_no_setting_is_refused_with_the_reason(name, why):
+    section, option = section_of(RunConfig), f"--{name.replace('_', '-')}"
+    table: dict[str, Any] = {}
+    inner = table
+    *parts, last = name.split(".")
+    for part in parts:
+        inner = inner.setdefault(part, {})
+    inner[last] = 1
+    with pytest.raises(InvalidInputError, match=f"recipe: {'.*'.join(parts[:3])}.* must be left out: {why}"):
+        read_table(table, section, source="recipe: ", folder=None)
+    with pytest.raises(InvalidInputError, match=f"{option} must be left out: {why}"):
+        read_options([option, "1"], section)
+    assert name not in section.all_fields()
+
+
+def test_a_field_that_is_no_setting_keeps_the_value_of_the_recipe_and_is_described():
+    config = from_options("--trainer.optimizer.learning-rate", "0.5")
+    assert (config.trainer.optimizer.eps, config.trainer.optimizer.learning_rate) == (1e-3, 0.5)
+    assert describe(config)["trainer.optimizer.eps"] == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -187,7 +216,7 @@ def test_further_sampling_parameters_that_are_exact_go_through():
         (["--sed", "3"], r"--sed must be a field of the recipe: did you mean --seed\?"),
         (["--learning-rate", "3"], r"--learning-rate must .*: did you mean --trainer.optimizer.learning-rate\?"),
         (["--trainer.optimiser.lr", "3"], r"--trainer.optimiser.lr .* mean --trainer.optimizer.learning-rate\?"),
-        (["--trainer.optimiser.eps", "3"], r"--trainer.optimiser.eps .* did you mean --trainer.optimizer.eps\?"),
+        (["--trainer.optimiser.betas", "3"], r"--trainer.optimiser.betas .* mean --trainer.optimizer.betas\?"),
         (["--trainer", "3"], r"--trainer has its own fields: give one of trainer.old_logprobs, "),
         (["--qqqqqqqq", "3"], r"--qqqqqqqq must be .*: the fields are output, seed, colour"),
         (["--seed"], r"--seed must be followed by a value"),
@@ -202,8 +231,11 @@ def test_further_sampling_parameters_that_are_exact_go_through():
         (["--parts", "[3]"], r"--parts must be a list of tables of file, weight, got \[3\]"),
         (["--extra.weight", "2"], r"extra.file must be given, by --extra.file or in the recipe's TOML"),
         (["--trainer.kl-weight", "-1"], r"^trainer.kl_weight must be finite and >= 0, got -1.0"),
-        (["--trainer.optimizer.eps", "0"], r"^trainer.optimizer.eps must be finite and > 0, got 0.0"),
-        (["--trainer.correction.low", "2"], r"^trainer.correction: Correction needs 0 <= low < 1 < high, got low=2.0"),
+        (
+            ["--trainer.optimizer.weight-decay", "-1"],
+            r"^trainer.optimizer.weight_decay must be finite and >= 0, got -1.0",
+        ),
+        (["--trainer.correction.high", "1"], r"^trainer.correction: Correction needs 0 <= low < 1 < high, got low=0.0"),
         (["--trainer.optimizer.betas", "[0.9]"], r"--trainer.optimizer.betas\[1\] must be valid: .*, got \[0.9\]"),
     ],
 )
@@ -240,7 +272,7 @@ def test_every_field_is_listed_with_its_docstring():
     fields = SECTION.all_fields()
     assert fields["output"].doc == "Where to write."
     assert fields["colour"].doc == "The colour. red: Like a tomato."
-    assert fields["trainer.optimizer.eps"].default == 1e-3
+    assert fields["trainer.optimizer.weight_decay"].default == 1e-3
     assert "Weight of the distance to the reference policy" in fields["trainer.kl_weight"].doc
 
 
