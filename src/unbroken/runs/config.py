@@ -91,16 +91,7 @@ class EngineConfig:
     true, an id depends on weights older than its version says."""
 
     def __post_init__(self) -> None:
-        is_server = self.kind is EngineKind.SERVER
-        if is_server != (bool(self.urls) or self.urls_file is not None):
-            raise InvalidInputError(f"urls must be given exactly with kind server, got {self.urls} with {self.kind}")
-        if self.urls and self.urls_file is not None:
-            raise InvalidInputError(f"urls must be left out with urls_file, got {self.urls} and {self.urls_file}")
-        if self.urls_file is not None and self.transport is not WeightTransport.FILES:
-            raise InvalidInputError(
-                f"transport must be files with urls_file, got {self.transport}: a server that comes reads the newest "
-                "version from the folder"
-            )
+        self._check_urls()
         self._check_weights()
         if not self.wait_s >= 0:
             raise InvalidInputError(f"wait_s must be >= 0, got {self.wait_s}")
@@ -111,6 +102,18 @@ class EngineConfig:
         if self.processes_per_engine > 1 and self.kind is not EngineKind.COLOCATED:
             raise InvalidInputError(
                 f"processes_per_engine must be 1 with kind {self.kind}, got {self.processes_per_engine}"
+            )
+
+    def _check_urls(self) -> None:
+        is_server = self.kind is EngineKind.SERVER
+        if is_server != (bool(self.urls) or self.urls_file is not None):
+            raise InvalidInputError(f"urls must be given exactly with kind server, got {self.urls} with {self.kind}")
+        if self.urls and self.urls_file is not None:
+            raise InvalidInputError(f"urls must be left out with urls_file, got {self.urls} and {self.urls_file}")
+        if self.urls_file is not None and self.transport is not WeightTransport.FILES:
+            raise InvalidInputError(
+                f"transport must be files with urls_file, got {self.transport}: a server that comes reads the newest "
+                "version from the folder"
             )
 
     @property
@@ -486,6 +489,14 @@ class RunConfig:
             raise InvalidInputError(
                 f"profile_steps must begin before step {self.loop.num_steps} (loop.num_steps), got {self.profile_steps}"
             )
+        self._check_parts()
+        self._check_lora()
+        if self.trainer.numerics is Numerics.EXACT:
+            self._check_exact()
+        self._check_objective()
+
+    def _check_parts(self) -> None:
+        """Raise `InvalidInputError` for settings of two parts that do not go together."""
         if self.trainer.dpo is not None and self.algorithm is not Algorithm.ONLINE_DPO:
             raise InvalidInputError(
                 f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"
@@ -497,17 +508,23 @@ class RunConfig:
             )
         self.rollouts.check_engine(self.engine.kind)
         self.evaluation.check_engine(self.engine)
-        if self.model_settings.dtype is Precision.BFLOAT16 and self.lora is None:
+
+    def _check_lora(self) -> None:
+        """Raise `InvalidInputError` for what only adapters have, where there are none."""
+        if self.lora is not None:
+            return
+        if self.model_settings.dtype is Precision.BFLOAT16:
             raise InvalidInputError(
                 f"model_settings.dtype must be float32 without lora, got {self.model_settings.dtype}: smaller types "
                 "round updates away; precision = bfloat16 computes the layers in it"
             )
-        if self.export.merged and self.lora is None:
+        if self.export.merged:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
-        if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:
+        if self.trainer.lora_updates is LoraUpdates.ADAPTER:
             raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter")
-        if self.trainer.numerics is Numerics.EXACT:
-            self._check_exact()
+
+    def _check_objective(self) -> None:
+        """Raise `InvalidInputError` for what the objective cannot use; loads torch."""
         objective = self.objective
         objective.check_config(self.training)
         if self.loop.replaces_groups and not objective.can_lack_variance(self.training):

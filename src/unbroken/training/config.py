@@ -24,7 +24,9 @@ from unbroken.training.loss_config import (
     TruncatedRows,
     ZeroVarianceRows,
     check_fields,
+    check_kinds,
     is_positive,
+    is_weight,
 )
 from unbroken.types import Numerics
 
@@ -133,7 +135,7 @@ class OptimizerConfig:
             self,
             name=(isinstance(self.name, OptimizerName), "an OptimizerName"),
             learning_rate=(is_positive(self.learning_rate), "finite and > 0"),
-            weight_decay=(math.isfinite(self.weight_decay) and self.weight_decay >= 0, "finite and >= 0"),
+            weight_decay=(is_weight(self.weight_decay), "finite and >= 0"),
             betas=(all(0 <= beta < 1 for beta in self.betas), "in [0, 1), both"),
             eps=(is_positive(self.eps), "finite and > 0"),
             max_grad_norm=(self.max_grad_norm > 0, "> 0"),
@@ -337,6 +339,22 @@ class TrainerConfig:
     """Seed of the random order in which rows are dealt out to minibatches."""
 
     def __post_init__(self) -> None:
+        check_kinds(
+            self,
+            truncated=TruncatedRows,
+            zero_variance=ZeroVarianceRows,
+            failed=FailedRows,
+            packing=Packing,
+            numerics=Numerics,
+            lora_updates=LoraUpdates,
+        )
+        self._check_objective()
+        self._check_passes()
+        if self.numerics is Numerics.EXACT and (name := self._find_inexact()) is not None:
+            raise InvalidInputError(f"numerics must be fast with {name} = {getattr(self, name)}, got exact")
+
+    def _check_objective(self) -> None:
+        """Check what is minimised."""
         check_fields(
             self,
             old_logprobs=(self.old_logprobs is None or isinstance(self.old_logprobs, OldLogprobs), "an OldLogprobs"),
@@ -352,38 +370,36 @@ class TrainerConfig:
                 self.chosen_correction.kind is CorrectionKind.NONE or self.old_logprobs is OldLogprobs.RECOMPUTE,
                 "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
             ),
-            kl_weight=(math.isfinite(self.kl_weight) and self.kl_weight >= 0, "finite and >= 0"),
+            kl_weight=(is_weight(self.kl_weight), "finite and >= 0"),
             kl=(self.kl_weight > 0 or self.kl == KlConfig(), "left out with kl_weight 0, which measures no distance"),
-            truncated=(isinstance(self.truncated, TruncatedRows), "a TruncatedRows"),
-            zero_variance=(isinstance(self.zero_variance, ZeroVarianceRows), "a ZeroVarianceRows"),
-            failed=(isinstance(self.failed, FailedRows), "a FailedRows"),
             failed_reward=(
                 math.isfinite(self.failed_reward) and (self.failed_reward == 0 or self.failed is not FailedRows.DROP),
                 "finite, and left out with failed drop",
             ),
-            entropy_weight=(math.isfinite(self.entropy_weight) and self.entropy_weight >= 0, "finite and >= 0"),
+            entropy_weight=(is_weight(self.entropy_weight), "finite and >= 0"),
             entropy_control=(
                 self.entropy_control is None or self.entropy_weight <= self.entropy_control.max_weight,
                 f"None, or have a max_weight of at least the entropy_weight {self.entropy_weight:g}",
             ),
+            router_loss_weight=(is_weight(self.router_loss_weight), "finite and >= 0"),
+            max_policy_k3=(self.max_policy_k3 is None or self.max_policy_k3 > 0, "above 0, inf, or None"),
+        )
+
+    def _check_passes(self) -> None:
+        """Check how the passes over a step's rows are made."""
+        check_fields(
+            self,
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
             num_iterations=(self.num_iterations >= 1, ">= 1"),
             tokens_per_micro_batch=(
                 self.tokens_per_micro_batch is None or self.tokens_per_micro_batch >= 1,
                 ">= 1, or None",
             ),
-            packing=(isinstance(self.packing, Packing), "a Packing"),
-            router_loss_weight=(
-                math.isfinite(self.router_loss_weight) and self.router_loss_weight >= 0,
-                "finite and >= 0",
-            ),
-            numerics=(isinstance(self.numerics, Numerics), "a Numerics"),
             sampler_tensor_parallel=(self.sampler_tensor_parallel >= 1, ">= 1"),
             warn_of_inexact=(
                 not self.warn_of_inexact or self.numerics is Numerics.EXACT,
                 "False with fast numerics, of which no step is checked",
             ),
-            max_policy_k3=(self.max_policy_k3 is None or self.max_policy_k3 > 0, "above 0, inf, or None"),
             shared_prefixes=(
                 self.router_loss_weight == 0 or self.shared_prefixes is not SharedPrefixes.ALWAYS,
                 "auto or never with router_loss_weight above 0, which counts the ids of each row",
@@ -397,12 +413,9 @@ class TrainerConfig:
                 "sequence 1 with compile, whose layers exchange nothing",
             ),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
-            lora_updates=(isinstance(self.lora_updates, LoraUpdates), "a LoraUpdates"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )
-        if self.numerics is Numerics.EXACT and (name := self._find_inexact()) is not None:
-            raise InvalidInputError(f"numerics must be fast with {name} = {getattr(self, name)}, got exact")
 
     def _find_inexact(self) -> str | None:
         """The first setting that exact numerics do not go with."""

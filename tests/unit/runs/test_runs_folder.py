@@ -44,12 +44,6 @@ def test_what_decides_no_gradient_may_change(tmp_path, changed):
     assert json.loads((tmp_path / "recipe.json").read_text())["settings"] == SETTINGS | changed
 
 
-def test_a_run_goes_on_whose_settings_have_a_field_that_was_replaced(tmp_path):
-    claim_folder(tmp_path, "lookup.py", SETTINGS | {"rollouts.own_process": False})
-    make_step(tmp_path)
-    assert claim_folder(tmp_path, "lookup.py", SETTINGS | {"rollouts.samplers": 0})
-
-
 @pytest.mark.parametrize(
     ("recipe", "settings", "message"),
     [
