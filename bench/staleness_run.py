@@ -51,7 +51,8 @@ class LatePublisher(InProcessPublisher):
 
 def choose_late_loop(config: RunConfig) -> LoopConfig:
     """The loop of a run, which takes ids that are so many versions old: `max_lag` is no setting."""
-    return replace(_choose_loop(config), max_lag=LatePublisher.lag)
+    loop: LoopConfig = _choose_loop(config)
+    return replace(loop, max_lag=LatePublisher.lag)
 
 
 _choose_loop = RunConfig.chosen_loop.__get__

@@ -152,10 +152,12 @@ class LoraConfig:
     """LoRA adapters, which are trained instead of the whole model; `trainer.lora_updates` is what engines get."""
 
     rank: int = 16
+    """Rank of the adapters. Raise it where a long run stops learning before a run of the whole model does."""
     alpha: float = 32.0
-    """The adapters are scaled by alpha / rank."""
+    """The adapters are scaled by alpha / rank. Change it with the rank, so that steps stay as large."""
     modules: tuple[str, ...] = ()
-    """Names of the modules to adapt, such as q_proj,v_proj; empty: all linear layers."""
+    """Names of the modules to adapt, such as q_proj,v_proj; empty: all linear layers. Name them where
+    a server cannot serve adapters of all."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0:
@@ -283,11 +285,14 @@ class CheckpointConfig:
     """Checkpoints, from which the same command continues the run."""
 
     every: int = 20
-    """Steps between two checkpoints. The first step and the last have one too."""
+    """Steps between two checkpoints. The first step and the last have one too. Lower it where a step takes so long that
+    losing some of them hurts."""
     every_s: float | None = 600.0
-    """Seconds after which there is one all the same, if a step ends then; none: never."""
+    """Seconds after which there is one all the same, if a step ends then; none: never. Raise it where a checkpoint
+    takes minutes to write."""
     num_kept: int = 2
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints are kept. 1 where the disk is small: with AdamW each has three times the
+    weights in float32."""
 
     def __post_init__(self) -> None:
         for name in ("every", "num_kept"):
@@ -359,10 +364,10 @@ class RolloutConfig:
     """Other names of fields: by its spelling, num_groups was answered with group_size, which is something else."""
 
     problems_per_step: int = 16
-    """Groups in a step, over all processes."""
+    """Groups in a step, over all processes. Raise it where the gradient is too noisy to learn from."""
     group_size: int = 8
-    """Trajectories of one problem, whose rewards are compared; 1 only with reinforce_plus_plus, which compares those of
-    all problems."""
+    """Trajectories of one problem, whose rewards are compared. Raise it where most groups have equal rewards; 1 only
+    with reinforce_plus_plus, which compares those of all problems."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Temperature, top-k, top-p and min-p may change the distribution: the engine says which ids were kept, and the
     trainer's distribution is over these. Penalties and structured output are refused, because the trainer computes
@@ -475,7 +480,8 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     rollout_log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
     log_completions: int = 0
-    """Completions of each step that are shown in a table, and logged to trackers that have tables."""
+    """Completions of each step that are shown in a table, and logged to trackers that have tables. All of them are in
+    `unbroken view`."""
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
     profile_steps: str | None = None
     """Steps to profile with torch.profiler, FIRST:STOP: 3:5 for the steps 3 and 4; a trace in `profiles`."""

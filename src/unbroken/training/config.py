@@ -115,9 +115,13 @@ class OptimizerConfig:
 
     name: OptimizerName = OptimizerName.ADAMW
     learning_rate: float = 1e-6
-    """The highest, which the warm-up ends with."""
+    """The highest, which the warm-up ends with. Lower it where the reward falls for good, and raise it where
+    nothing changes; LoRA takes a higher one than a whole model."""
     weight_decay: float = 0.0
+    """AdamW's: the share of each weight, times the learning rate, that an update takes away. For weights that grow."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """How slowly the averages of gradients and of their squares change. Lower the second, to 0.95, where the
+    scale of gradients changes within a hundred updates."""
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this L2 norm over all parameters; inf does not scale."""
@@ -294,7 +298,8 @@ class TrainerConfig:
     reference_sync: ReferenceSync | None = None
     """Let the reference follow the policy; None: it stays as it is."""
     num_minibatches: int = 1
-    """Optimizer updates in a pass over the step's rows; each row, or pair, goes into one of them at random."""
+    """Optimizer updates in a pass over the step's rows; each row, or pair, goes into one of them at random. More learn
+    more from rollouts that are slow to sample, with older ids."""
     num_iterations: int = 1
     """Passes over the rows of a step (mu in GRPO, arXiv:2402.03300), each dealt out to minibatches anew. The old
     logprobs of all are those before the first, so the clip bounds how far all of them go."""
@@ -480,7 +485,7 @@ class LoopConfig:
     """Fields that are no settings of a run, and why."""
 
     num_steps: int
-    """With 0, a run evaluates and trains nothing."""
+    """Steps of the run; raise it to continue a run that has ended. With 0, a run evaluates and trains nothing."""
     max_lag: int = 0
     """Maximum policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are
     sampled again: they come from an engine that was restarted and has its first weights."""

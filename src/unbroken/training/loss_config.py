@@ -262,6 +262,7 @@ class OverlongConfig:
     max_tokens: int
     """Sampled ids of a trajectory, in all turns, from which on the whole penalty is subtracted."""
     buffer: int
+    """Over how many ids the penalty rises; a fifth of `max_tokens` in the paper."""
     penalty: float = 1.0
 
     def __post_init__(self) -> None:

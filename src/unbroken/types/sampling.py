@@ -114,7 +114,8 @@ class SamplingParams:
     """Parameters that a run's settings are without, and why."""
 
     max_tokens: int = 512
-    """Maximum number of tokens to sample, stop token included."""
+    """Maximum number of tokens to sample, stop token included; in a rollout, of one turn. Raise it where turns are cut
+    (`counters/truncations`)."""
     temperature: float = 1.0
     """Within `TEMPERATURE_RANGE`; or 0 for greedy sampling, with the logprobs of temperature 1."""
     top_k: int = 0
@@ -134,7 +135,7 @@ class SamplingParams:
     """Makes the request repeatable on the same engine, however it is batched; each of n completions has its own random
     stream. None draws a new seed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end the completion; the sampled one is kept as its last id."""
+    """Ids that end the completion, besides the template's own; the sampled one is kept as its last id."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end the completion; the tokens that spell them are kept, like all sampled ones."""
     structured_output: StructuredOutput | None = None
