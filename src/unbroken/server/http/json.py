@@ -102,14 +102,18 @@ class _OrjsonRequest(Request):
             self.value = _parse(body, lambda: compact.decode(body, parse=orjson.loads, max_arrays=max_prompts))
             _check_arrays(self.value)
         elif session_id is None:
-            self.value = _parse(body, lambda: orjson.loads(body) if body else None)
+            self.value = _parse_json(body)
         else:
             self.value = context.bodies.parse(session_id, body, max_values=MAX_VALUES)
             if self.value is None:
-                self.value = _parse(body, lambda: orjson.loads(body) if body else None)
+                self.value = _parse_json(body)
                 context.bodies.learn(session_id, body, self.value)
         _check_num_prompts(self.value, max_prompts)
         return self.value
+
+
+def _parse_json(body: bytes) -> Any:
+    return _parse(body, lambda: orjson.loads(body) if body else None)
 
 
 def _parse(body: bytes, parse: Callable[[], Any]) -> Any:
