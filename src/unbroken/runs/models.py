@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.exactness import choose_attention
 from unbroken.images.processor import ImageInputs, load_image_processor
-from unbroken.model_source import check_model_source
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import check_options_read
 from unbroken.rendering.loader import load_renderer
@@ -149,7 +148,6 @@ def load_model(
 def find_revision(source: str | Path, revision: str | None) -> str | Path:
     """The folder of this revision of a model on the hub, downloaded if need be; without a revision, `source` itself."""
     if revision is None:
-        check_model_source(source)
         return source
     if Path(source).is_dir():
         raise InvalidInputError(f"model_settings.revision must be left out for a model in a folder, got {revision!r}")

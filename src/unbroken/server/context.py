@@ -153,7 +153,7 @@ class ServerContext:
             HttpError: an option is a variable that the server sets.
         """
         self.check_options(options)
-        if not needs_adapting(messages):
+        if not _needs_adapting(messages):
             return messages
         return await self.run_in_text_thread(lambda: self._adapt_roles(messages, options))
 
@@ -248,7 +248,7 @@ def adapt_roles(messages: Sequence[Message], *, writes: WritesRoles, events: Cou
     What the template writes stays as it is. A change depends on the roles alone, so a conversation that grows keeps its
     beginning. Messages that are malformed pass unchanged: rendering refuses them.
     """
-    if not needs_adapting(messages):
+    if not _needs_adapting(messages):
         return messages
     num_leading = next((k for k, one in enumerate(messages) if not _is_instruction(one)), len(messages))
     leading = _adapt_leading(messages[:num_leading], writes, events)
@@ -257,7 +257,7 @@ def adapt_roles(messages: Sequence[Message], *, writes: WritesRoles, events: Cou
     return [*leading, *later]
 
 
-def needs_adapting(messages: Sequence[Message]) -> bool:
+def _needs_adapting(messages: Sequence[Message]) -> bool:
     """Whether there are instructions besides a system message at the beginning."""
     return any(
         message.get("role") in _INSTRUCTIONS and (k > 0 or message["role"] != "system") and _is_instruction(message)

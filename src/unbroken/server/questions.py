@@ -202,7 +202,7 @@ async def continue_prompt(
             len(prompt.token_ids), context_length=context.service.engine.context_length
         ),
         num_top_logprobs=question.num_top_logprobs,
-        structured_output=await constrain_reply(context, question, renderer, prompt),
+        structured_output=await _constrain_reply(context, question, renderer, prompt),
     )
     params = replace(sampling, return_kept_ids=question.returns_kept_ids)
     answer_id = f"{id_prefix}{uuid4().hex}"
@@ -285,7 +285,7 @@ class InsistingService:
         return is_number_right and self._names.issuperset(names)
 
 
-async def constrain_reply(
+async def _constrain_reply(
     context: ServerContext, question: Question, renderer: Renderer, prompt: RequestPrompt
 ) -> StructuredOutput | None:
     """The constraint on the reply: the question's own, or calls in the model's own format.

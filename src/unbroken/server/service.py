@@ -132,7 +132,7 @@ class Admission:
         ids = [
             request_id
             for request_id, request in self._running.items()
-            if names is None or name_of(request_id) in names or request.session_id in names
+            if names is None or _get_name(request_id) in names or request.session_id in names
         ]
         for request_id in ids:
             await self._engine.abort(request_id)
@@ -179,12 +179,12 @@ class Admission:
             )
 
 
-def make_request_id(name: str, unique: str, index: int) -> str:
+def _make_request_id(name: str, unique: str, index: int) -> str:
     """The engine's id of the request for prompt `index` of a call; `name` is the one that the caller knows."""
     return f"{name}-{unique}-{index}"
 
 
-def name_of(request_id: str) -> str:
+def _get_name(request_id: str) -> str:
     """The caller's name for a request."""
     return request_id.rsplit("-", 2)[0]
 
@@ -227,7 +227,7 @@ class SamplingService:
         for index, prompt in enumerate(prompts):
             try:
                 request = SampleRequest(
-                    request_id=make_request_id(name, unique, index),
+                    request_id=_make_request_id(name, unique, index),
                     prompt_ids=prompt.token_ids,
                     images=prompt.images,
                     params=params,

@@ -29,7 +29,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
-from unbroken.model_source import check_model_folder
+from unbroken.model_source import check_model_folder, check_model_source
 from unbroken.rollout.agents.command import CommandAgent, CommandReward
 from unbroken.rollout.agents.known import read_instruction
 from unbroken.rollout.agents.session import Agent, AgentTask
@@ -173,6 +173,8 @@ async def run(config: Config) -> None:
     """Load the rows, reward functions, tools and environment, and train."""
     maker = ProblemMaker(config)
     train_on, sets = maker.make(config.data, split=TRAIN), make_sets(config, maker)
+    if config.model_settings.revision is None:  # another revision may be in the hub's cache alone
+        check_model_source(config.model)
     from unbroken.runs.training import train_model  # torch and transformers: once all of this is known to be right
 
     await train_model(config, model=config.model, train_on=train_on, evaluate_on=sets)

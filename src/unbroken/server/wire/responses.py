@@ -232,7 +232,7 @@ CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "
 """The parameters of a custom tool."""
 
 
-def flatten_name(namespace: str | None, name: str) -> str:
+def _flatten_name(namespace: str | None, name: str) -> str:
     """The name of a function as the model sees it."""
     return name if namespace is None else f"{namespace}__{name}"
 
@@ -339,7 +339,7 @@ class ResponsesBody(BodyModel):
         return [
             make_tool(tool.name, tool.describe(), CUSTOM_INPUT)
             if isinstance(tool, CustomTool)
-            else make_tool(flatten_name(namespace, tool.name), tool.description, tool.parameters)
+            else make_tool(_flatten_name(namespace, tool.name), tool.description, tool.parameters)
             for namespace, tool in self._list_functions()
         ]
 
@@ -350,7 +350,7 @@ class ResponsesBody(BodyModel):
     def find_namespaces(self) -> dict[str, tuple[str, str]]:
         """Namespace and name of each function in a namespace, by the name that the model sees."""
         return {
-            flatten_name(namespace, tool.name): (namespace, tool.name)
+            _flatten_name(namespace, tool.name): (namespace, tool.name)
             for namespace, tool in self._list_functions()
             if namespace is not None
         }
@@ -494,7 +494,7 @@ def _add_to_reply(
     elif isinstance(item, CallItem):
         arguments = item.arguments if item.arguments and item.arguments.strip() else "{}"
         _check_arguments(place, arguments)
-        reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), arguments))
+        reply.calls.append(make_call(item.call_id, _flatten_name(item.namespace, item.name), arguments))
     elif isinstance(item, ReasoningItem):
         for name, texts in (("summary", item.summary), ("content", item.content)):
             for text in texts or ():
