@@ -99,8 +99,7 @@ class PretendSource(GroupSource):
             versions = [min(first, last), last]  # one that has restarted samples the whole again
         finally:
             self.num_running -= 1
-        members = tuple(trajectory(reward, completion=_sequence(versions)) for reward in self.rewards(number))
-        return TrajectoryGroup(group_id=str(number), trajectories=members)
+        return make_group(number, versions, self.rewards(number))
 
 
 class PretendTrainer:
@@ -274,6 +273,12 @@ async def pretend_to_train(
 def run(*arguments: Any, **options: Any) -> None:
     """As `pretend_to_train`, on a virtual clock."""
     run_on_virtual_clock(pretend_to_train(*arguments, **options))
+
+
+def make_group(number: int, versions: list[int], rewards: Sequence[float]) -> TrajectoryGroup:
+    """A group whose rollouts have an id of each version."""
+    members = tuple(trajectory(reward, completion=_sequence(versions)) for reward in rewards)
+    return TrajectoryGroup(group_id=str(number), trajectories=members)
 
 
 def _sequence(versions: list[int]) -> SampledSequence:

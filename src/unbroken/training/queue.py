@@ -44,7 +44,7 @@ class GroupCounts(Sums):
     """What became of the groups of a process that were not trained, since the step before."""
 
     num_dropped: int = 0
-    """Finished, too old for the next step: versions rose by more than one, or an engine was behind."""
+    """Finished, too old for the next step: a server that had missed an update sampled them."""
     num_lost: int = 0
     """Their engine went away."""
     num_dropped_ids: int = 0
@@ -272,7 +272,7 @@ class GroupQueue:
         self.fill()
 
     def set_next_version(self, version: int) -> None:
-        """The next step begins with these weights: what is finished and too old for it is sampled again."""
+        """The next step begins with these weights: what is too old for it is sampled again."""
         self._next_version = version
         for live in [live for live in self._live if live.is_finished and self._is_too_old(live, version)]:
             self._drop(live)
@@ -301,24 +301,10 @@ class GroupQueue:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _sample(self, live: LiveGroup) -> None:
-        """Sample a group; it is then finished, replaced, dropped or lost, or its number is given out again."""
-        group, lost, is_replaced = None, None, False
+        """Sample a group; it is then finished, replaced, dropped or lost, or the run ends with its error."""
         try:
-            try:
-                with count_effort(live.effort):
-                    group = await self.source.sample(live.number)
-                lost = await self.outages.find_loss(group, oldest_version=self._find_oldest_usable(live))
-            except EngineError as error:
-                # An engine that is there has refused the request, and would refuse it again.
-                if not await self.outages.is_outage(error):
-                    raise
-                lost = error
-            if (
-                group is not None
-                and lost is None
-                and len(self._replaced) < self.config.get_max_replaced(self.source.groups_per_step)
-            ):
-                is_replaced = not self.has_variance(group)
+            found = await self._sample_or_lose(live)
+            is_replaced = not isinstance(found, EngineError) and self._is_replaced(found)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
@@ -328,10 +314,23 @@ class GroupQueue:
                 raise
             self.fail(to_exception(error))
             return
-        if lost is not None:
-            self._lose_group(live, lost)
-        elif group is not None:
-            self._finish(live, group, is_replaced=is_replaced)
+        if isinstance(found, EngineError):
+            self._lose_group(live, found)
+        else:
+            self._finish(live, found, is_replaced=is_replaced)
+
+    async def _sample_or_lose(self, live: LiveGroup) -> TrajectoryGroup | EngineError:
+        """The group, or the error by which it was lost with its engine."""
+        try:
+            with count_effort(live.effort):
+                group = await self.source.sample(live.number)
+            lost = await self.outages.find_loss(group, oldest_version=self._find_oldest_usable(live))
+        except EngineError as error:
+            # An engine that is there has refused the request, and would refuse it again.
+            if not await self.outages.is_outage(error):
+                raise
+            return error
+        return group if lost is None else lost
 
     def _finish(self, live: LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
         live.group = group
@@ -391,6 +390,11 @@ class GroupQueue:
             choices = None
         return {**({} if choices is None else {"choices": copy.deepcopy(choices)}), **self.numbers.state()}
 
+    def _is_replaced(self, group: TrajectoryGroup) -> bool:
+        """Whether a group has equal rewards, and the next step may still replace one."""
+        may_replace = len(self._replaced) < self.config.get_max_replaced(self.source.groups_per_step)
+        return may_replace and not self.has_variance(group)
+
     def _is_in_time(self) -> bool:
         """Whether a group that starts now, behind the live ones, can be trained before it is too old."""
         trained_at = self._next_version + len(self._live) // self.source.groups_per_step
@@ -425,14 +429,19 @@ class GroupQueue:
         """Choose the finished groups of a step that begins with `version`; None if it must wait.
 
         The oldest come first, in the order of their start among equals. The step waits if it would leave more groups
-        than the steps after it can take in time, those that are still sampled included.
+        than the steps after it can take in time: a slow group is waited for, and never overtaken until it is too old.
         """
-        if self.num_queued < self.source.groups_per_step:
+        per_step = self.source.groups_per_step
+        if self.num_queued < per_step:
             return None
         finished = [live for live in self._live if live.is_finished]
-        chosen = sorted(finished, key=lambda live: live.oldest_version)[: self.source.groups_per_step]
-        left = set(self._live) - set(chosen)
-        return chosen if self._is_feasible(left, version + 1) else None
+        chosen = set(sorted(finished, key=lambda live: live.oldest_version)[:per_step])
+        left = [live for live in self._live if live not in chosen]
+        # Once nothing is in flight, waiting helps no group. A server that has missed an update may sample with its
+        # older weights as long as the bound allows, and finish more than the next steps can take in time: a run that
+        # waited for these hung for ever. They are dropped when they are too old.
+        must_wait = self.num_in_flight > 0 and not self._is_feasible(left, version + 1)
+        return None if must_wait else [*chosen]
 
     def _is_feasible(self, groups: Collection[LiveGroup], version: int) -> bool:
         """Whether the steps from `version` on can take all of these groups in time: the earliest due come first."""
