@@ -110,9 +110,6 @@ class OptimizerName(StrEnum):
 class OptimizerConfig:
     """AdamW, and its learning rate."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {"eps": "it is 1e-8, PyTorch's; gradients are clipped to max_grad_norm"}
-    """Fields that are no settings of a run, and why."""
-
     name: OptimizerName = OptimizerName.ADAMW
     learning_rate: float = 1e-6
     """The highest, which the warm-up ends with. Lower it where the reward falls for good, and raise it where
@@ -123,6 +120,8 @@ class OptimizerConfig:
     """How slowly the averages of gradients and of their squares change. Lower the second, to 0.95, where the
     scale of gradients changes within a hundred updates."""
     eps: float = 1e-8
+    """Added to the root of the average of squared gradients. Raise it where runs on other layouts shall be compared:
+    gradients below it do not become updates of full size, whose sign is rounding's."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this L2 norm over all parameters; inf does not scale."""
     warmup_updates: int = 0

@@ -59,7 +59,9 @@ class Config(Base):
     parts: tuple[Part, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=1e-3, eps=1e-3))
+        default_factory=lambda: TrainerConfig(
+            optimizer=OptimizerConfig(learning_rate=0.1, weight_decay=1e-3, eps=1e-3), logprob_chunk_size=64
+        )
     )
     extra: Part | None = None
     data: Path | tuple[Path, ...] | None = None
@@ -117,7 +119,9 @@ def test_an_option_sets_its_field(words, name, value):
 def test_what_is_not_given_keeps_the_default_of_the_recipe_and_not_that_of_the_class():
     assert from_options() == Config(output=Path("runs"))
     trainer = from_options("--trainer.optimizer.learning-rate", "3e-4").trainer
-    assert trainer == TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-4, weight_decay=1e-3, eps=1e-3))
+    assert trainer == TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=3e-4, weight_decay=1e-3, eps=1e-3), logprob_chunk_size=64
+    )
 
 
 def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
@@ -183,7 +187,6 @@ def test_further_sampling_parameters_that_are_exact_go_through():
     ("name", "why"),
     [
         ("trainer.seed", "it is the run's seed"),
-        ("trainer.optimizer.eps", "it is 1e-8"),
         ("loop.outages.ask_every_s", "it is 2 s"),
         ("evaluation.sampling.structured_output.regex", "the trainer's logprobs would be of another distribution"),
         ("engine.embedded.numerics", "they are those of trainer.numerics"),
@@ -206,8 +209,8 @@ def test_a_field_that_is_no_setting_is_refused_with_the_reason(name, why):
 
 def test_a_field_that_is_no_setting_keeps_the_value_of_the_recipe_and_is_described():
     config = from_options("--trainer.optimizer.learning-rate", "0.5")
-    assert (config.trainer.optimizer.eps, config.trainer.optimizer.learning_rate) == (1e-3, 0.5)
-    assert describe(config)["trainer.optimizer.eps"] == 1e-3
+    assert (config.trainer.logprob_chunk_size, config.trainer.optimizer.learning_rate) == (64, 0.5)
+    assert describe(config)["trainer.logprob_chunk_size"] == 64
 
 
 @pytest.mark.parametrize(
