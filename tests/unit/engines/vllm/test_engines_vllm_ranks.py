@@ -112,9 +112,11 @@ def test_copies_that_this_server_does_not_control_are_refused(tmp_path: Path, wo
 def test_weights_are_updated_under_fp8_alone_of_all_quantisations(
     quantization: str | None, checkpoint: Any, message: str | None
 ) -> None:
+    from transformers import Qwen3Config
+
     from unbroken.engines.vllm.control import check_quantization
 
-    hf_config = SimpleNamespace(quantization_config=checkpoint)
+    hf_config = Qwen3Config(**({} if checkpoint is None else {"quantization_config": checkpoint}))
     llm: Any = SimpleNamespace(
         model_config=SimpleNamespace(quantization=quantization, hf_config=hf_config, model="somewhere")
     )
