@@ -20,6 +20,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -163,57 +164,60 @@ class Sampler:
         """
         if self.elsewhere is not None:
             return await self.elsewhere.sample_group(self, number, size=size)
+        problems, sampling = self.problems, self._derive_sampling(number)
+        group_id = "-".join(map(str, [*self.seed, number]))
         try:
-            return await self._sample_here(number, size)
+            if problems.agent is not None:
+                group = await self._run_agents(problems.agent(number), size, sampling, group_id)
+            else:
+                assert problems.env is not None, "problems have an env or an agent"
+                group = await run_group(
+                    partial(problems.env, number),
+                    size,
+                    engine=self.engine,
+                    renderer=self.renderer,
+                    sampling=sampling,
+                    limits=self.config.limits,
+                    group_id=group_id,
+                    check_tools=None if self.config.tools_in_messages else self._check_tools,
+                )
+            if problems.score is not None:
+                group = await problems.score(number, group)
+            if problems.row is not None:
+                group = replace(group, data=await asyncio.to_thread(problems.row, number))
         except asyncio.CancelledError as error:
             if must_propagate(error):
                 raise
             raise to_exception(error) from error
+        return group
 
-    async def _sample_here(self, number: int, size: int) -> TrajectoryGroup:
+    def _derive_sampling(self, number: int) -> SamplingParams:
+        """The parameters of a problem's group, with a seed of its own."""
         sampling = self.sampling or self.config.sampling
         entropy = [*self.seed, number] if sampling.seed is None else [*self.seed, number, sampling.seed]
-        sampling = replace(
+        return replace(
             sampling,
             seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
             return_routed_experts=sampling.return_routed_experts or self.returns_experts,
             return_kept_ids=self.sampling is None and sampling.truncates,
         )
-        group = await self._sample(number, size, sampling, "-".join(map(str, [*self.seed, number])))
-        if self.problems.score is not None:
-            group = await self.problems.score(number, group)
-        if self.problems.row is None:
-            return group
-        return replace(group, data=await asyncio.to_thread(self.problems.row, number))
 
-    async def _sample(self, number: int, size: int, sampling: SamplingParams, group_id: str) -> TrajectoryGroup:
-        problems = self.problems
-        if problems.agent is not None:
-            assert self.sessions is not None, "a run opens the gateway"
-            problem = problems.agent(number)
-            group = await run_agent_group(
-                problem.agent,
-                size,
-                gateway=self.sessions,
-                task=problem.task,
-                sampling=sampling,
-                limits=self.config.limits,
-                is_scored_later=problems.score is not None or problem.score is not None,
-                group_id=group_id,
-            )
-            return group if problem.score is None else await problem.score(group)
-        make_env = problems.env
-        assert make_env is not None
-        return await run_group(
-            lambda: make_env(number),
+    async def _run_agents(
+        self, problem: AgentTask, size: int, sampling: SamplingParams, group_id: str
+    ) -> TrajectoryGroup:
+        """Have `size` agents attempt a problem at the run's gateway."""
+        assert self.sessions is not None, "a run opens the gateway"
+        group = await run_agent_group(
+            problem.agent,
             size,
-            engine=self.engine,
-            renderer=self.renderer,
+            gateway=self.sessions,
+            task=problem.task,
             sampling=sampling,
             limits=self.config.limits,
+            is_scored_later=self.problems.score is not None or problem.score is not None,
             group_id=group_id,
-            check_tools=None if self.config.tools_in_messages else self._check_tools,
         )
+        return group if problem.score is None else await problem.score(group)
 
     def _check_tools(self, tools: Sequence[ToolSchema]) -> None:
         """Raise `ToolsNotShownError` for tools that prompts do not show; the same tools are checked once."""

@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.exactness import choose_attention
 from unbroken.images.processor import ImageInputs, load_image_processor
@@ -219,9 +220,7 @@ def locate(source: str | Path) -> str:
 def find_context_length(source: str | Path, engine: EngineConfig) -> int | None:
     """The longest sequence of the run's engine, as far as it is known before anything is started; None if it is not."""
     try:
-        model: int | None = getattr(
-            AutoConfig.from_pretrained(locate(source)).get_text_config(), "max_position_embeddings", None
-        )
+        model = DecoderConfig(AutoConfig.from_pretrained(locate(source))).max_positions
     except (OSError, ValueError):
         return None  # `load_model` has the error
     words = [part for word in engine.options for part in word.split("=", 1)]

@@ -23,7 +23,7 @@ import numpy as np
 
 from unbroken.errors import ContextOverflowError, ImageError
 from unbroken.images.decoder import ImageLimits, check_image, decode_image
-from unbroken.images.loader import find_image_parts
+from unbroken.images.loader import ImageLoader, find_image_parts
 from unbroken.images.lru_cache import LruCache
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processor import ImageInputs
@@ -258,11 +258,11 @@ class ImageIntake:
         if spans := [source for source in sources if isinstance(source, ClientSpan)]:
             if len(spans) != len(sources):
                 raise ImageError(f"{name} must be all spans or all images, got {len(spans)} spans of {len(sources)}")
-            images = await self._load([span.source for span in spans], places)
+            images = await self._load(inputs.loader, [span.source for span in spans], places)
             await self._expand(images, [span.settings for span in spans], places, count)
             checked = map(partial(self._check_span, ids), spans, images, places)
             return RequestPrompt(token_ids=ids, images=tuple(checked))
-        images = await self._load(sources, places)
+        images = await self._load(inputs.loader, sources, places)
         if images:
             await self._expand(images, [settings] * len(images), places, count)
         placed, found = await self._run_in_thread(
@@ -274,8 +274,7 @@ class ImageIntake:
         """Whether a prompt without images has a placeholder of one: an error, unless [] says that it is text."""
         return self._inputs is not None and sources is None and bool(np.any(ids == self.placeholder_id))
 
-    async def _load(self, sources: Sequence[Any], names: Sequence[str]) -> Sequence[EncodedImage]:
-        loader = self._require_inputs(names[0] if names else "images").loader
+    async def _load(self, loader: ImageLoader, sources: Sequence[Any], names: Sequence[str]) -> Sequence[EncodedImage]:
         return await self._run_each(
             partial(loader.load, source, name=name) for source, name in zip(sources, names, strict=True)
         )

@@ -38,6 +38,7 @@ from tinker.types import AdamParams, LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError, UnbrokenError, WeightsError
 from unbroken.tinker.losses import Datum, Loss, Output, add_metrics, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
@@ -384,7 +385,7 @@ def _draw_first_weights(model: Any, seed: int) -> None:
 def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
     """The linear layers of a base that an adapter is for, by their whole names, and what of the config is trained."""
     found = _find_layers(model)
-    if _has_tied_head(model) and (lora.train_attn or lora.train_mlp):
+    if DecoderConfig(model.config).is_tied and (lora.train_attn or lora.train_mlp):
         # The SDK asks for all three parts unless it is told otherwise: a tied head is refused only where it is alone.
         lora = lora.model_copy(update={"train_unembed": False})
     asked = [kind for kind in found if getattr(lora, kind)]
@@ -397,10 +398,6 @@ def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
     return lora, [path for kind in asked for path in found[kind]]
 
 
-def _has_tied_head(model: Any) -> bool:
-    return bool(model.config.get_text_config().tie_word_embeddings)
-
-
 def _find_layers(model: Any) -> dict[str, list[str]]:
     """The linear layers of each part of a base that an adapter could change, by the names of the parts' settings."""
     found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
@@ -409,7 +406,7 @@ def _find_layers(model: Any) -> dict[str, list[str]]:
         kind = "train_unembed" if module is head else _find_part(path)
         if kind is not None and _may_adapt(path, module):
             found[kind].append(path)
-    if _has_tied_head(model):
+    if DecoderConfig(model.config).is_tied:
         found["train_unembed"] = []
     if any("expert" in path and weight.dim() == 3 for path, weight in model.named_parameters()):
         found["train_mlp"] = []

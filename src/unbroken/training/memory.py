@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.training.config import OptimizerName, TrainerConfig
 from unbroken.training.model.lanes import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, MIN_PASS_IDS, USABLE_SHARE, WIDE
 
@@ -54,9 +55,7 @@ class ModelSizes:
         ones.
         """
         config, head = model.config.get_text_config(), model.get_output_embeddings()
-        heads = config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        decoder = DecoderConfig(model.config)
         top_k = getattr(config, "num_experts_per_tok", None) or 1
         mlp = getattr(config, "moe_intermediate_size", None)
         linear = {
@@ -70,9 +69,9 @@ class ModelSizes:
             num_expert_parameters=sum(p.numel() for name, p in model.named_parameters() if ".experts." in name),
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
-            queries=heads * width,
-            keys=key_heads * width,
-            num_key_heads=key_heads,
+            queries=decoder.num_heads * decoder.head_size,
+            keys=decoder.num_key_heads * decoder.head_size,
+            num_key_heads=decoder.num_key_heads,
             mlp=top_k * mlp if mlp else config.intermediate_size,
             vocab_size=config.vocab_size,
             is_tied=config.tie_word_embeddings,

@@ -177,7 +177,7 @@ class GroupQueue:
         per_step = self.source.groups_per_step
         self.numbers = GroupNumbers.of(per_step, num_steps=self.config.num_steps, num_made=num_made, state=state)
         self._next_version = self.engine_version
-        self._limit = 2 * per_step if self._adapts_limit else self._highest_limit
+        self._limit = 2 * per_step if self._is_ahead else self._highest_limit
 
     @property
     def num_in_flight(self) -> int:
@@ -417,10 +417,6 @@ class GroupQueue:
         return self.config.max_staleness > 0
 
     @property
-    def _adapts_limit(self) -> bool:
-        return self._is_ahead
-
-    @property
     def _highest_limit(self) -> int:
         """What the staleness bound allows."""
         return (self.config.max_staleness + 1) * self.source.groups_per_step
@@ -435,13 +431,13 @@ class GroupQueue:
         if self.num_queued < per_step:
             return None
         finished = [live for live in self._live if live.is_finished]
-        chosen = set(sorted(finished, key=lambda live: live.oldest_version)[:per_step])
-        left = [live for live in self._live if live not in chosen]
+        chosen = sorted(finished, key=lambda live: live.oldest_version)[:per_step]
+        left = set(self._live) - set(chosen)
         # Once nothing is in flight, waiting helps no group. A server that has missed an update may sample with its
         # older weights as long as the bound allows, and finish more than the next steps can take in time: a run that
         # waited for these hung for ever. They are dropped when they are too old.
         must_wait = self.num_in_flight > 0 and not self._is_feasible(left, version + 1)
-        return None if must_wait else [*chosen]
+        return None if must_wait else chosen
 
     def _is_feasible(self, groups: Collection[LiveGroup], version: int) -> bool:
         """Whether the steps from `version` on can take all of these groups in time: the earliest due come first."""
@@ -452,7 +448,7 @@ class GroupQueue:
     def _adapt_limit(self, *, since_last_s: float) -> None:
         """Adapt the limit when the groups of a step are taken, to how long this process has waited for them."""
         waited_s, self._waited_s = self._waited_s, 0.0
-        if not self._adapts_limit:
+        if not self._is_ahead:
             return
         per_step = self.source.groups_per_step
         self._num_steps += 1

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.messages import Message
 from unbroken.rendering.loader import load_renderer
@@ -52,7 +53,7 @@ class RewardModel:
         Raises `RewardError` if a conversation is longer than the model's context; nothing is cut.
         """
         rows = [self._renderer.render_ids(conversation) for conversation in messages]
-        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        longest = DecoderConfig(self._model.config).max_positions
         for k, ids in enumerate(rows):
             if longest is not None and len(ids) > longest:
                 raise RewardError(f"messages[{k}] has {len(ids)} tokens, and the reward model takes {longest}")

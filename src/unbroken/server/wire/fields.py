@@ -42,8 +42,11 @@ class Fields:
         prefix = f"{place}." if place else ""
         wrong = self._find_refused(asked)
         if wrong:
-            named = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({why})" for name, why in wrong.items()]
-            raise _refuse(named, place, param=prefix + next(iter(wrong)))
+            first = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({why})" for name, why in list(wrong.items())[:3]]
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise HttpError(
+                400, f"{place or 'the body'} must not have {', '.join(first)}{more}", param=prefix + next(iter(wrong))
+            )
         named = [name for name in sorted(asked) if name not in self.returned]
         return [f"{prefix}{name}" for name in named][:MAX_NAMED]
 
@@ -55,12 +58,6 @@ class Fields:
             for name in sorted(asked)
             if name in refused or not (name in ignored or self.ignores_unknown)
         }
-
-
-def _refuse(named: Sequence[str], place: str, *, param: str) -> HttpError:
-    """The error for fields that are refused, of which three are named."""
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return HttpError(400, f"{place or 'the body'} must not have {', '.join(named[:3])}{more}", param=param)
 
 
 _MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
