@@ -1,0 +1,266 @@
+"""What a diagnosis looks at: the metrics of a run's steps, some of its rollouts, and how its process ended.
+
+    a running run      its metrics and rollouts, as they come          add_step, RolloutNote.of
+    a folder           metrics.jsonl, rollouts/, process.json          read_evidence
+    an evaluation      its rollouts, counted as if they were a step    read_evidence
+
+Folders may come from elsewhere: no link is followed, sizes are bounded, and what is damaged is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.ledger.store.sqlite import is_running
+from unbroken.runs.process_file import PROCESS_FILE, count_memory_kills, read_boot
+from unbroken.runs.records.files import FOLDER, find_conversation, find_expected, find_records, join_texts, read_records
+from unbroken.untrusted import open_inside, read_json
+
+Numbers = Mapping[str, Any]
+"""The metrics of a step by name: numbers, or None where there is no number."""
+
+METRICS = ("metrics", "metrics.jsonl")
+EVALUATIONS = "evaluations"
+NUM_NOTES = 16
+"""Rollouts of the newest step that are looked at."""
+_NUM_FIRST, _NUM_LAST = 5, 20
+_MAX_RECORDS = 2000
+"""Of an evaluation."""
+_MAX_BYTES, _MAX_LINE_BYTES, _MAX_SMALL_BYTES = 512 << 20, 1 << 20, 1 << 20
+_MAX_TEXT = 200
+_FAILED_CALL = "Error: "
+"""How a tool's answer begins if the tool failed (`rollout.tools`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutNote:
+    """What a diagnosis needs of one rollout."""
+
+    group: str
+    """Siblings, rollouts of one problem, have the same."""
+    given: str
+    """The end of what the policy said last."""
+    expected: str | None
+    """The answer in the row of the data set, if a column has such a name."""
+    reward: float | None
+    error: str | None
+    tool_answer: str | None
+    """The beginning of the first answer of a tool that failed."""
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> RolloutNote:
+        """Of a rollout's record (docs/rollouts.md)."""
+        conversation = find_conversation(record)
+        last = next((each for each in reversed(conversation) if each.get("role") == "assistant"), None)
+        answers = (join_texts([each]) for each in conversation if each.get("role") == "tool")
+        expected, error = find_expected(record.get("data")), record.get("error")
+        return RolloutNote(
+            group=str(record.get("group")),
+            given="" if last is None else join_texts([last]).strip()[-_MAX_TEXT:],
+            expected=None if expected is None else expected[-_MAX_TEXT:],
+            reward=_read_number(record.get("reward")),
+            error=None if error is None else str(error)[:_MAX_TEXT],
+            tool_answer=next((each[:_MAX_TEXT] for each in answers if each.startswith(_FAILED_CALL)), None),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the process of a run ended, as far as its folder says."""
+
+    status: str = "unknown"
+    """`running`, `finished`, `failed`, `interrupted`, `terminated`, `died` (without a word), or `unknown`."""
+    error: str = ""
+    """Of one that failed."""
+    num_memory_kills: int = 0
+    """How many processes the kernel of the machine has ended for memory since this one began; 0 if it is not known."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step comes any more, as far as is known."""
+        return self.status not in ("running", "unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that a diagnosis looks at. `add_step` makes the next one."""
+
+    first: tuple[Numbers, ...] = ()
+    """The first steps of the run."""
+    last: tuple[Numbers, ...] = ()
+    """The newest ones, which may be the same."""
+    num_steps: int = 0
+    lowest: float | None = None
+    """The lowest reward of all steps."""
+    highest: float | None = None
+    highest_mean: float | None = None
+    """The highest mean reward of a step."""
+    notes: tuple[RolloutNote, ...] = ()
+    """Of the newest step that has any."""
+    ending: Ending = field(default_factory=Ending)
+    is_evaluation: bool = False
+    """Whether the only step is an evaluation."""
+
+    def add_step(self, step: Numbers, *, notes: Sequence[RolloutNote] = ()) -> Evidence:
+        """The evidence with one step more, and its rollouts in the place of those before."""
+        rewards = {name: _read_number(step.get(f"reward/{name}")) for name in ("min", "max", "mean")}
+        return replace(
+            self,
+            first=self.first if len(self.first) == _NUM_FIRST else (*self.first, step),
+            last=(*self.last, step)[-_NUM_LAST:],
+            num_steps=self.num_steps + 1,
+            lowest=min(_list_known(self.lowest, rewards["min"]), default=None),
+            highest=max(_list_known(self.highest, rewards["max"]), default=None),
+            highest_mean=max(_list_known(self.highest_mean, rewards["mean"]), default=None),
+            notes=tuple(notes) or self.notes,
+        )
+
+    def get_recent(self, number: int) -> tuple[Numbers, ...]:
+        """The last `number` steps; none if there are not so many yet, or all of a run that is over."""
+        is_complete = self.is_evaluation or self.ending.is_over
+        return self.last[-number:] if len(self.last) >= number or is_complete else ()
+
+
+def choose_evenly(groups: Sequence[Sequence[Any]], number: int = NUM_NOTES) -> list[Any]:
+    """Up to `number` members: the first of each group, then the second of each, and so on; groups evenly spread."""
+    spread = [groups[k * len(groups) // number] for k in range(number)] if len(groups) > number else groups
+    rounds = itertools.chain.from_iterable(itertools.zip_longest(*spread))
+    return list(itertools.islice((each for each in rounds if each is not None), number))
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Read the folder of a run or an evaluation, of one that ended, that runs, or whose process died."""
+    evidence = Evidence(ending=read_ending(folder))
+    for step in read_steps(folder):
+        evidence = evidence.add_step(step)
+    records = _read_newest(folder, FOLDER)
+    if evidence.num_steps == 0 and not records and (evaluated := _read_evaluation(folder)):
+        notes = tuple(map(RolloutNote.of, choose_evenly(_group(evaluated))))
+        return replace(evidence, is_evaluation=True).add_step(count_records(evaluated), notes=notes)
+    return replace(evidence, notes=tuple(map(RolloutNote.of, choose_evenly(_group(records)))))
+
+
+def read_steps(folder: Path) -> list[Numbers]:
+    """The metrics of a run's steps, in order; a step that stands there twice counts as it was the last time."""
+    try:
+        with open_inside(folder, *METRICS) as file:
+            data = file.read(_MAX_BYTES)
+    except OSError:
+        return []
+    steps: dict[int, Numbers] = {}
+    for line in data.split(b"\n")[:-1]:  # one without its end is being written, or was when the run was killed
+        try:
+            value = read_json(line, max_bytes=_MAX_LINE_BYTES)
+        except InvalidInputError:
+            continue
+        if isinstance(value, dict) and type(step := value.get("step")) is int:
+            steps[step] = {name: _read_number(each) for name, each in value.items()}
+    return [steps[step] for step in sorted(steps)]
+
+
+def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
+    """The metrics of rollouts, as far as their records tell, by the names that those of a step have."""
+    counts: Counter[str] = Counter()
+    rewards: list[float] = []
+    for record in records:
+        turns = record.get("turns") or []
+        counts["rollout/num_trajectories"] += 1
+        counts["rollout/num_turns"] += len(turns)
+        counts["rollout/num_tool_calls"] += sum(len(turn.get("call_statuses") or ()) for turn in turns)
+        for name, times in (record.get("counters") or {}).items():
+            counts[f"counters/{name}"] += times
+            if not name.startswith("status/"):
+                counts[f"counters/{name.partition('/')[0]}"] += times
+        if record.get("status") not in ("failed", "aborted", "unscored") and (reward := record.get("reward")) is not None:
+            rewards.append(float(reward))
+    counts["rollout/num_trainable"] = len(rewards)
+    mean = sum(rewards) / len(rewards) if rewards else None
+    bounds = {"reward/min": min(rewards, default=None), "reward/max": max(rewards, default=None), "reward/mean": mean}
+    return {**counts, **bounds}
+
+
+def read_ending(folder: Path) -> Ending:
+    """How the process of a run ended, by `process.json`; of a run of an earlier version by its lock."""
+    found = _read_object(folder, PROCESS_FILE)
+    if found is None:
+        return Ending(status=find_state_of_lock(folder))
+    status, process = str(found.get("status")), found.get("process")
+    if status != "running":
+        return Ending(status=status, error=str(found.get("error") or ""))
+    if found.get("host") != socket.gethostname() or type(process) is not int or is_running(process):
+        return Ending(status="running")
+    before, now = found.get("memory_kills"), count_memory_kills()
+    is_same_boot = found.get("boot") == read_boot()  # the kernel counts from its start
+    num_kills = now - before if is_same_boot and type(before) is int and now is not None else 0
+    return Ending(status="died", num_memory_kills=num_kills)
+
+
+def find_state_of_lock(folder: Path) -> str:
+    """`unknown` without a lock, `running`, or `died`: its process, which the lock's file names, is no more."""
+    try:
+        with open_inside(folder, "run.lock") as lock:
+            words = lock.read(_MAX_TEXT).decode("utf-8", "replace").split()
+    except OSError:
+        return "unknown"
+    if len(words) < 3 or not (words[0].isascii() and words[0].isdigit() and len(words[0]) < 10):
+        return "running"
+    return "died" if words[2] == socket.gethostname() and not is_running(int(words[0])) else "running"
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any] | None:
+    try:
+        with open_inside(folder, name) as file:
+            value = read_json(file.read(_MAX_SMALL_BYTES + 1), max_bytes=_MAX_SMALL_BYTES)
+    except (OSError, InvalidInputError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_newest(folder: Path, name: str, *, most: int = 4 * NUM_NOTES) -> list[Mapping[str, Any]]:
+    """The first records of the newest step in a folder of rollouts, of the first process that kept any."""
+    if (folder / name).is_symlink():
+        return []
+    paths = find_records(folder / name)
+    newest = max((step for step, _ in paths), default=None)
+    path = next((path for (step, _), path in paths.items() if step == newest), None)
+    return [] if path is None else list(_read_members(path, most))
+
+
+def _read_members(path: Path, most: int) -> Iterator[Mapping[str, Any]]:
+    try:
+        yield from itertools.islice(read_records(path), 1, most + 1)
+    except InvalidInputError:
+        return
+
+
+def _read_evaluation(folder: Path) -> list[Mapping[str, Any]]:
+    """The records of the newest evaluation of each set, and of each model of an evaluation of several."""
+    found: list[Mapping[str, Any]] = []
+    for root in sorted({path.parent for pattern in (EVALUATIONS, f"*/{EVALUATIONS}") for path in folder.glob(pattern)}):
+        sets = root / EVALUATIONS
+        for each in sorted(sets.iterdir()) if sets.is_dir() and not (sets.is_symlink() or root.is_symlink()) else ():
+            for path in find_records(each).values() if not each.is_symlink() else ():
+                found += _read_members(path, _MAX_RECORDS - len(found))
+    return found
+
+
+def _group(records: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(str(record.get("group")), []).append(record)
+    return list(groups.values())
+
+
+def _read_number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _list_known(*values: float | None) -> list[float]:
+    return [value for value in values if value is not None]
