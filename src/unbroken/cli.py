@@ -38,6 +38,7 @@ from unbroken.runs.command import (
     make_check,
     run_eval,
 )
+from unbroken.runs.diagnosis.diary import add_doctor_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
@@ -153,6 +154,7 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
     add_audit_parser(commands)
     add_drift_parser(commands)
     add_view_parser(commands)
+    add_doctor_parser(commands)
     return parser
 
 

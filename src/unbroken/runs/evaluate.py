@@ -49,6 +49,7 @@ from unbroken.runs.folder import (
     lock_folder,
     may_change,
 )
+from unbroken.runs.process_file import PROCESS_FILE, record_process
 from unbroken.runs.processes import Rank, join_processes
 from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_training
 from unbroken.runs.records.files import MAX_LINES, find_records
@@ -130,7 +131,7 @@ def evaluate_task(
         )
         await evaluation.run(found or [find_model(str(model), tokenizer)])
 
-    with lock_folder(config.output):
+    with lock_folder(config.output), record_process(config.output):
         run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
     return report
 
@@ -163,7 +164,7 @@ def _digest_weights(folder: Path) -> str:
 def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The report of an evaluation, new or with the models that are done; raises if the folder holds something else."""
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "settings": settings}
-    begun = ("run.lock", "recipe.json", "recipe.json.part", f".{REPORT}.part", TRACEBACK, TASK_FILE)  # before a report
+    begun = ("run.lock", "recipe.json", "recipe.json.part", f".{REPORT}.part", TRACEBACK, TASK_FILE, PROCESS_FILE)
     if all((each.is_dir() and each.name != REPORT) or each.name in begun for each in output.rglob("*")):
         return {**report, "models": [], "differences": []}
     try:

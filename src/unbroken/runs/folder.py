@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from unbroken.errors import InvalidInputError
+from unbroken.runs.process_file import PROCESS_FILE
 from unbroken.runs.settings import redact
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
@@ -32,14 +33,16 @@ TASK_FILE = "task.jsonl"
 """The data set of `unbroken agent`, whose task is its only row."""
 TRACEBACK = "traceback.txt"
 """Of an exception in the user's code that ended the run."""
+DIAGNOSIS_FILE = "diagnosis.json"
+"""What the run has found out about itself (`runs.diagnosis`)."""
 _FILES_OF_A_RUN = (
     *("metrics", "checkpoints", _EVALUATIONS, "final", "best", "models", "rollouts", "profiles"),
-    *("sessions", "agents", "samplers", "timeline", "evaluations", TRACEBACK),
+    *("sessions", "agents", "samplers", "timeline", "evaluations", TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE),
 )
 """What an earlier run of a recipe left."""
 _BEFORE_A_STEP = frozenset(
     {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", "evaluations", _EVALUATIONS}
-    | {_CLUSTER, "sessions", "agents", "samplers", TRACEBACK}
+    | {_CLUSTER, "sessions", "agents", "samplers", TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE}
 )
 _MAY_CHANGE = (
     "output",

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unbroken.runs.config import RunConfig
+from unbroken.runs.diagnosis.diary import Diary
 from unbroken.runs.engines import RunEngine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
 from unbroken.runs.evaluation.schedule import Evaluations
@@ -45,6 +46,8 @@ class RunProgress:
         for name, status in (("time-outs", "timeout"), ("failures", "failed")):
             if count := metrics.get(f"counters/status/{status}"):
                 parts.append(f"{name} {count}")
+        if metrics.get("train/num_rows") == 0:
+            parts.append("nothing to train on")
         now = time.monotonic()
         self._began_s = self._began_s or now - (metrics.get("seconds/step") or 0.0)
         self._num_shown += 1
@@ -97,6 +100,12 @@ class TrainingObserver(RunObserver):
         self._progress = progress
         self._metrics = metrics
         self._profiler = profiler
+        self._diary: Diary | None = None
+        """In the first process."""
+        if metrics is not None:
+            self._diary = Diary(
+                config.output, lambda text: progress.console.print(text, soft_wrap=True, highlight=False, markup=False)
+            )
 
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Profile the step if the config says so."""
@@ -114,6 +123,8 @@ class TrainingObserver(RunObserver):
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """Record the step's rollouts, and show and log a table of some."""
         await self._recorder.record(rollouts)
+        if self._diary is not None:
+            await asyncio.to_thread(self._diary.see_rollouts, rollouts.groups)
         with self._trainer.fail_together():
             if (number := self._config.log_completions) > 0 and self._metrics is not None:
                 columns, rows = make_table(rollouts, self._trainer, number)
@@ -122,8 +133,14 @@ class TrainingObserver(RunObserver):
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Show the step's metrics, and log the evaluations so far."""
-        self._progress.show_step(step, metrics, num_steps=self._config.loop.num_steps)
+        num_steps = self._config.loop.num_steps
+        self._progress.show_step(step, metrics, num_steps=num_steps)
         self._evaluations.log()
+        if self._diary is not None:
+            self._diary.see_step(metrics, is_last=step + 1 == num_steps)
+
+    def warn(self, words: str) -> None:
+        """Say nothing: the diagnosis does, once and with the cause, and the step's line has the numbers."""
 
     async def after_step(self, num_steps: int) -> None:
         """Write the model and evaluate it, where that is due."""

@@ -1,4 +1,4 @@
-"""How the process of a run began and ended, in `process.json` of its folder: one that is killed leaves it as it began."""
+"""How the process of a run began and ended, in `process.json` of its folder; one that is killed leaves how it began."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def record_process(folder: Path) -> Iterator[None]:
 
 
 def count_memory_kills() -> int | None:
-    """How many processes the kernel has ended for memory since it started, in any container; None if it does not say."""
+    """How many processes the kernel has ended for memory since it started, anywhere; None if it does not say."""
     with suppress(OSError, ValueError):
         counts = dict(line.split() for line in _KERNEL_EVENTS.read_text("ascii").splitlines())
         return int(counts["oom_kill"]) if "oom_kill" in counts else None

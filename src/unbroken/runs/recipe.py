@@ -29,6 +29,7 @@ from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.runs.config import RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
+from unbroken.runs.process_file import record_process
 from unbroken.runs.processes import end_together, main_process_first
 from unbroken.runs.python_files import load_module
 from unbroken.runs.settings import Section, build, describe, load_toml, read_options, read_table, section_of
@@ -114,6 +115,8 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
                 stack.enter_context(lock_folder(config.output))
             settings = describe(config)
             claim_folder(config.output, recipe.name, settings, files=digest_files(settings, code=recipe.code))
+            if is_first:
+                stack.enter_context(record_process(config.output))
         try:
             run_until_terminated(end_together(recipe.run(config)))
         except Exception as error:

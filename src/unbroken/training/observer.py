@@ -5,6 +5,7 @@ groups ──► before_update ──► on_rollouts ──► updates ──►
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 from unbroken.counters import Counters
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.metrics.writer import Metrics
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,12 @@ class RunObserver:
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """See the metrics of a step, numbered from 0, once they are written."""
+
+    def warn(self, words: str) -> None:
+        """Say that a step lost something: rollouts that failed, or all that it could have trained on. In the first
+        process, at each such step; by default a warning in the log.
+        """
+        _logger.warning("%s", words)
 
     async def after_step(self, num_steps: int) -> None:
         """Do what comes after a step, with the number of steps made; on resume, again for the last one.

@@ -16,7 +16,6 @@ may be in the middle of its step; if it fails, the error is kept until they meet
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -52,8 +51,6 @@ from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together, from_all_processes, in_any_process, log_waiting, raise_together
 from unbroken.weights.base import WeightPublisher
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass(slots=True, kw_only=True)
 class StepRunner:
@@ -84,7 +81,7 @@ class StepRunner:
         with record_function("rollouts"):
             groups = await self._take_groups(step)
         self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
-        await check_some_succeeded(groups.sampled, step, self.trainer)
+        await check_some_succeeded(groups.sampled, step, self.trainer, self.observer)
         await self._update(groups)
         # A checkpoint has the new weights before any engine does. A run that is killed from here on continues from this
         # step, or from an earlier one with a version above the engine's.
@@ -311,7 +308,7 @@ class StepRunner:
         """Warn of a step that trained no row; end the run if too many did in a row."""
         reasons = explain_empty(logged)
         if self.trainer.is_main_process:
-            _logger.warning("step %d trained nothing: %s", step, reasons)
+            self.observer.warn(f"step {step} trained nothing: {reasons}")
         if self.num_empty != self.config.max_empty_steps:
             return
         model = ""
@@ -320,15 +317,18 @@ class StepRunner:
             newest = find_checkpoints(self.checkpoints.folder)[step + 1]
             model = f" (`unbroken export {newest} MODEL` writes its model)"
         raise RolloutError(
-            f"{self.num_empty} steps in a row trained nothing; of the last one, {reasons}. If that is all the reward "
-            f"there is, the task is solved and the run is done{model}. If not: take problems that the policy solves "
-            "sometimes, more rollouts of each (rollouts.group_size), or limits that let them end (rollouts.limits). "
+            f"{self.num_empty} steps in a row trained nothing{model}; of the last one, {reasons}. Take problems "
+            "that the "
+            "policy solves sometimes, more rollouts of each (rollouts.group_size), or limits that let them end "
+            "(rollouts.limits). "
             f"LoopConfig.max_empty_steps ({self.config.max_empty_steps}) is how many such steps a run may make; with "
             "none it continues (--loop.max-empty-steps none)"
         )
 
 
-async def check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer) -> None:
+async def check_some_succeeded(
+    groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer, observer: RunObserver
+) -> None:
     """Warn of failed rollouts; raise if those of all processes failed, or such a run would silently train nothing."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
     failed = [error for error in errors if error is not None]
@@ -342,4 +342,4 @@ async def check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, tra
         cause = failed[0] if failed else None
         raise RolloutError(f"all {num_failed} rollouts of step {step} failed, the first with {first}") from cause
     if trainer.is_main_process:
-        _logger.warning("%d of %d rollouts of step %d failed, the first with %s", num_failed, num_rollouts, step, first)
+        observer.warn(f"{num_failed} of {num_rollouts} rollouts of step {step} failed, the first with {first}")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -170,7 +173,8 @@ class StepLog:
         self._spans.clear()
         known = {**self._take(), **spans}
         found = sum(known.get(f"seconds/{name}") or 0.0 for name in (*_STEP_SPANS, *_OTHER_PARTS))
-        return {**known, "seconds/other": None if self._is_ahead else wall_s - found, "seconds/wall": wall_s}
+        other: Metrics = {"seconds/other": None if self._is_ahead else wall_s - found, "seconds/wall": wall_s}
+        return {**known, **other, **measure_memory()}
 
     def end_step_of_another(self) -> Metrics:
         """As `end_step`, of a step that another process has made, before a kill."""
@@ -192,6 +196,34 @@ class StepLog:
         # A step that collects first, and samples nothing after that. With `max_staleness` they are measured.
         serial: Metrics = {"idle/trainer": share, "idle/sampler": None if share is None else 1 - share}
         return {**serial, **logged}
+
+
+_KERNEL_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_KIB = 1024
+
+
+def measure_memory() -> Metrics:
+    """The memory of this process, and what is left to it; None for what the system does not say."""
+    is_on_gpu = torch.cuda.is_initialized()
+    return {
+        "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB,
+        "memory/available_share": min(_list_available_shares(), default=None),
+        "memory/gpu_peak_bytes": torch.cuda.max_memory_allocated() if is_on_gpu else None,
+    }
+
+
+def _list_available_shares() -> Iterator[float]:
+    """The available share of the machine's memory, and of the container's where it has a bound of its own."""
+    with suppress(OSError, ValueError, LookupError):
+        lines = (line.split() for line in _KERNEL_MEMORY.read_text("ascii").splitlines())
+        sizes = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+        yield sizes["MemAvailable:"] / sizes["MemTotal:"]
+    with suppress(OSError, ValueError, ZeroDivisionError):  # "max" without a bound
+        bound = int((_GROUP / "memory.max").read_text("ascii"))
+        used = int((_GROUP / "memory.current").read_text("ascii"))
+        stats = dict(line.split() for line in (_GROUP / "memory.stat").read_text("ascii").splitlines())
+        # Files that were read count as used, and are dropped before any process is.
+        yield 1 - max(0, used - int(stats.get("inactive_file", 0))) / bound
 
 
 _REASONS = {

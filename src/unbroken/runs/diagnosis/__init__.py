@@ -1,1 +1,1 @@
-"""What is wrong with a run, and what to do: from its metrics, some rollouts and how it ended (docs/troubleshooting.md)."""
+"""What is wrong with a run, and what to do: from metrics, rollouts and its ending (docs/troubleshooting.md)."""

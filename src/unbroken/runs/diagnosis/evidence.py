@@ -53,6 +53,7 @@ class RolloutNote:
     error: str | None
     tool_answer: str | None
     """The beginning of the first answer of a tool that failed."""
+    has_tools: bool = False
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> RolloutNote:
@@ -68,6 +69,7 @@ class RolloutNote:
             reward=_read_number(record.get("reward")),
             error=None if error is None else str(error)[:_MAX_TEXT],
             tool_answer=next((each[:_MAX_TEXT] for each in answers if each.startswith(_FAILED_CALL)), None),
+            has_tools=bool(record.get("tools")),
         )
 
 
@@ -178,7 +180,10 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
             counts[f"counters/{name}"] += times
             if not name.startswith("status/"):
                 counts[f"counters/{name.partition('/')[0]}"] += times
-        if record.get("status") not in ("failed", "aborted", "unscored") and (reward := record.get("reward")) is not None:
+        if (
+            record.get("status") not in ("failed", "aborted", "unscored")
+            and (reward := record.get("reward")) is not None
+        ):
             rewards.append(float(reward))
     counts["rollout/num_trainable"] = len(rewards)
     mean = sum(rewards) / len(rewards) if rewards else None
@@ -188,7 +193,7 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
 
 def read_ending(folder: Path) -> Ending:
     """How the process of a run ended, by `process.json`; of a run of an earlier version by its lock."""
-    found = _read_object(folder, PROCESS_FILE)
+    found = read_object(folder, PROCESS_FILE)
     if found is None:
         return Ending(status=find_state_of_lock(folder))
     status, process = str(found.get("status")), found.get("process")
@@ -214,7 +219,8 @@ def find_state_of_lock(folder: Path) -> str:
     return "died" if words[2] == socket.gethostname() and not is_running(int(words[0])) else "running"
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any] | None:
+def read_object(folder: Path, name: str) -> dict[str, Any] | None:
+    """Read a small file of a JSON object in a folder; None if it is missing or damaged."""
     try:
         with open_inside(folder, name) as file:
             value = read_json(file.read(_MAX_SMALL_BYTES + 1), max_bytes=_MAX_SMALL_BYTES)

@@ -1,0 +1,166 @@
+"""A run's own diagnosis, step by step; and the command `unbroken doctor RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.runs.diagnosis.evidence import (
+    Ending,
+    Evidence,
+    Numbers,
+    RolloutNote,
+    choose_evenly,
+    read_evidence,
+    read_object,
+    read_steps,
+)
+from unbroken.runs.diagnosis.rules import Finding, diagnose
+from unbroken.runs.folder import DIAGNOSIS_FILE
+
+if TYPE_CHECKING:
+    from unbroken.rollout.trajectory import TrajectoryGroup
+
+
+class Diary:
+    """Diagnoses a run while it runs: says what is found for the first time, and keeps in its folder what is found now.
+
+    `diagnosis.json` has the findings of the newest step, and the names of all that were said: a run that continues
+    says none of them again.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        """`folder` is the run's; `say` shows a line."""
+        self._folder = folder
+        self._say = say
+        self._evidence: Evidence | None = None
+        """None before the first step, whose metrics are in the file by then, with those of earlier starts."""
+        self._notes: tuple[RolloutNote, ...] = ()
+        self._said: list[str] = []
+        self._kept: list[Finding] | None = None
+
+    def see_rollouts(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """See the rollouts of the step whose metrics come next."""
+        from unbroken.runs.records.record import make_record
+
+        pairs = [[(group, member) for member in group.trajectories] for group in groups]
+        records = (make_record(group.group_id, member, [], data=group.data) for group, member in choose_evenly(pairs))
+        self._notes = tuple(map(RolloutNote.of, records))
+
+    def see_step(self, step: Numbers, *, is_last: bool) -> None:
+        """See the metrics of a step, which are in the run's file already. `is_last`: no more steps come."""
+        if self._evidence is None:
+            self._evidence = self._read_start()
+        else:
+            self._evidence = self._evidence.add_step(step)
+        self._evidence = replace(self._evidence, notes=self._notes)
+        if is_last:
+            self._evidence = replace(self._evidence, ending=Ending(status="finished"))
+        findings = diagnose(self._evidence)
+        new = [each for each in findings if each.name not in self._said]
+        for each in new:
+            self._say(format_finding(each, self._folder))
+        self._said += [each.name for each in new]
+        if findings != self._kept:
+            self._kept = findings
+            self._write()
+
+    def _read_start(self) -> Evidence:
+        evidence = Evidence(ending=Ending(status="running"))
+        for each in read_steps(self._folder):
+            evidence = evidence.add_step(each)
+        said = (read_object(self._folder, DIAGNOSIS_FILE) or {}).get("said")
+        self._said = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+        return evidence
+
+    def _write(self) -> None:
+        """Write the file; a disk on which it cannot be written ends no run, as the metrics and checkpoints do."""
+        value = {"findings": [asdict(each) for each in self._kept or ()], "said": self._said}
+        part = self._folder / f".{DIAGNOSIS_FILE}.part"
+        with suppress(OSError):
+            part.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+            part.replace(self._folder / DIAGNOSIS_FILE)
+
+
+def format_finding(finding: Finding, folder: Path) -> str:
+    """A finding as lines of text: what is wrong, what to do, and where to look on."""
+    return (
+        f"diagnosis: {finding.sentence}\n"
+        f"    do: {finding.advice.replace('RUN', shlex.quote(str(folder)))}\n"
+        f"    see: unbroken view {shlex.quote(str(folder))}    {finding.link}"
+    )
+
+
+_ENDINGS = {
+    "running": "it is running",
+    "finished": "it has finished",
+    "failed": "it ended with an error",
+    "interrupted": "it was interrupted (Ctrl-C), and the same command continues it",
+    "terminated": "it was terminated (SIGTERM), and the same command continues it",
+    "died": "its process is gone",
+}
+
+
+def add_doctor_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is wrong with a run or an evaluation, and what to do",
+        description="Say what is wrong with a run or an evaluation, and what to do: from its metrics, its "
+        "rollouts and how it "
+        "ended. It may run, have ended, or have died. The status is 0, whatever is found.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run or an evaluation")
+    doctor.add_argument("--json", action="store_true", help="print what is found as JSON: a list for each folder")
+    doctor.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis of each folder; returns 0.
+
+    Raises:
+        InvalidInputError: a folder holds neither a run nor an evaluation.
+    """
+    found = {folder: diagnose_folder(folder) for folder in arguments.runs}
+    if arguments.json:
+        print(
+            json.dumps(
+                {str(folder): [asdict(each) for each in of_run[1]] for folder, of_run in found.items()}, indent=1
+            )
+        )
+        return 0
+    for folder, (evidence, findings) in found.items():
+        kind = (
+            "an evaluation" if evidence.is_evaluation else f"{evidence.num_steps} step{'s' * (evidence.num_steps != 1)}"
+        )
+        ending = _ENDINGS.get(evidence.ending.status)
+        print(f"{folder}: {kind}{'' if ending is None else f'; {ending}'}")
+        for each in findings:
+            print(format_finding(each, folder))
+        if not findings:
+            print("nothing is found: its rewards, rollouts, updates and times are as they should be")
+    return 0
+
+
+def diagnose_folder(folder: Path) -> tuple[Evidence, list[Finding]]:
+    """The evidence in a folder, and what is found in it.
+
+    Raises:
+        InvalidInputError: it holds neither a run nor an evaluation.
+    """
+    evidence = read_evidence(folder)
+    is_known = evidence.num_steps or evidence.notes or evidence.ending.status != "unknown"
+    if not is_known and read_object(folder, "recipe.json") is None:
+        raise InvalidInputError(
+            f"RUN must be the output folder of a run or an evaluation, got {folder}: it has no recipe.json, no "
+            "metrics and no rollouts"
+        )
+    return evidence, diagnose(evidence)

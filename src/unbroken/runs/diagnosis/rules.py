@@ -1,0 +1,871 @@
+"""The rules of a diagnosis: a function each, and one table of them at the end.
+
+A rule gets all the evidence and says in a sentence what it has found, or None. It waits for a number of steps and of
+rollouts, and one about learning is silent while the reward rises. To add one, write its function and its entry in
+`RULES`; then `python tools/write_troubleshooting.py` writes its line in docs/troubleshooting.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, median
+
+from unbroken.runs.diagnosis.evidence import Evidence, Numbers, RolloutNote
+
+DOCS = "docs/troubleshooting.md"
+_MIN_ROLLOUTS = 8
+"""Of so many rollouts, or calls, a share says something."""
+_MAX_QUOTE = 60
+_MIN_WALL_S = 5.0
+"""A step that is shorter is fast enough."""
+
+
+class Topic(StrEnum):
+    """What a rule is about: a section of the page, which begins with these words."""
+
+    LEARNING = "My run does not learn"
+    NUMBERS = "NaN, and updates that are too large"
+    SLOW = "My run is slow"
+    MEMORY = "My run is out of memory"
+    ENDED = "My run has ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """When a diagnosis speaks, and what it advises."""
+
+    name: str
+    topic: Topic
+    find: Callable[[Evidence], str | None]
+    when: str
+    """The condition, for the page."""
+    advice: str
+
+    @property
+    def link(self) -> str:
+        """Where the page speaks of it."""
+        return f"{DOCS}#{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a rule has found."""
+
+    name: str
+    """Of the rule."""
+    sentence: str
+    advice: str
+    link: str
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """All that the rules find, in the order of the table."""
+    found = ((rule, rule.find(evidence)) for rule in RULES)
+    return [
+        Finding(name=rule.name, sentence=sentence, advice=rule.advice, link=rule.link)
+        for rule, sentence in found
+        if sentence is not None
+    ]
+
+
+def is_learning(evidence: Evidence) -> bool:
+    """Whether the mean reward has risen by more than twice its standard error, from the first steps to the newest.
+
+    Worked example, 4 steps of 64 rollouts with the means 0.1 0.1 0.3 0.3, and a standard deviation of 0.4: the mean of
+    the last two is higher by 0.2, and its error is 0.4 * sqrt(2 / 128) = 0.05.
+    """
+    known = [step for step in evidence.last if step.get("reward/mean") is not None]
+    number = min(len(evidence.first), len(known) // 2)
+    if number == 0:
+        return False
+    before, after = evidence.first[:number], known[-number:]
+    rise = fmean(_get(step, "reward/mean") for step in after) - fmean(_get(step, "reward/mean") for step in before)
+    errors = [
+        _get(step, "reward/std") ** 2 / max(_get(step, "rollout/num_trainable"), 1.0) for step in (*before, *after)
+    ]
+    return rise > 2 * math.sqrt(sum(errors)) / number and rise > 0
+
+
+def _get(step: Numbers, name: str) -> float:
+    """A number of a step; 0 where nothing was counted."""
+    return float(step.get(name) or 0.0)
+
+
+def _sum(steps: Sequence[Numbers], *names: str) -> float:
+    return sum(_get(step, name) for step in steps for name in names)
+
+
+def _are_all(steps: Sequence[Numbers], name: str, holds: Callable[[float], bool]) -> bool:
+    """Whether there are steps, and each has this number, for which it holds."""
+    values = [step.get(name) for step in steps]
+    return bool(values) and all(value is not None and holds(value) for value in values)
+
+
+def _find_share(
+    steps: Sequence[Numbers], parts: Sequence[str], of: str, *, least: float, less: Sequence[str] = ()
+) -> tuple[int, int] | None:
+    """How many of how many, if there are enough of them and the share is at least `least`."""
+    part, whole = _sum(steps, *parts), _sum(steps, of) - _sum(steps, *less)
+    return (round(part), round(whole)) if whole >= _MIN_ROLLOUTS and part >= least * whole else None
+
+
+def _name_span(evidence: Evidence, steps: Sequence[Numbers]) -> str:
+    if evidence.is_evaluation:
+        return "of the evaluation"
+    return "of the last step" if len(steps) == 1 else f"of the last {len(steps)} steps"
+
+
+def _quote(text: str) -> str:
+    """A text in quotation marks and on one line; a long one by its end, where an answer stands."""
+    line = " ".join(text.split())
+    return repr(line if len(line) <= _MAX_QUOTE else f"... {line[-_MAX_QUOTE:]}")
+
+
+def _show_pair(notes: Sequence[RolloutNote]) -> str:
+    """One expected and one given answer, where the rows of the data set have an answer."""
+    note = next((each for each in notes if each.expected is not None and each.error is None), None)
+    if note is None:
+        return ""
+    return f"; for example, {_quote(note.expected or '')} was expected and {_quote(note.given)} given"
+
+
+def _find_equal(evidence: Evidence) -> tuple[Sequence[Numbers], float] | None:
+    """The newest steps and their only reward, if all of their rollouts have it."""
+    steps = evidence.get_recent(3)
+    rewards = {step.get(name) for step in steps for name in ("reward/min", "reward/max")}
+    value = next(iter(rewards), None)
+    if len(rewards) != 1 or value is None or _sum(steps, "rollout/num_trainable") < _MIN_ROLLOUTS:
+        return None
+    return steps, value
+
+
+def _is_solved(evidence: Evidence, value: float) -> bool:
+    """Whether a reward that all rollouts have is the highest that was seen, and others were seen before."""
+    lowest, highest = evidence.lowest, evidence.highest
+    return lowest is not None and highest is not None and lowest < highest <= value
+
+
+def find_solved(evidence: Evidence) -> str | None:
+    """All rewards are equal, at the highest that was seen."""
+    if (found := _find_equal(evidence)) is None or not _is_solved(evidence, found[1]):
+        return None
+    span = _name_span(evidence, found[0])
+    return (
+        f"all rollouts {span} have the reward {found[1]:.4g}, the highest that was seen in this run: if that is the "
+        "highest there is, the task is solved"
+    )
+
+
+def find_equal_rewards(evidence: Evidence) -> str | None:
+    """All rewards are equal, and nothing says that the task is solved."""
+    if (found := _find_equal(evidence)) is None or _is_solved(evidence, found[1]):
+        return None
+    steps, value = found
+    number, pair = round(_sum(steps, "rollout/num_trainable")), _show_pair(evidence.notes)
+    if evidence.highest is not None and value < evidence.highest:
+        span = _name_span(evidence, steps)
+        return (
+            f"all rewards {span} are {value:.4g}, and {evidence.highest:.4g} was seen before: there is nothing "
+            f"to compare{pair}"
+        )
+    if evidence.is_evaluation and value > 0:  # what is left to say of a model that solves all problems?
+        return None
+    seen = "of the evaluation" if evidence.is_evaluation else "so far"
+    return (
+        f"every reward {seen} is {value:.4g} (all {number} of the newest rollouts): there is nothing to compare{pair}"
+    )
+
+
+def find_no_variance(evidence: Evidence) -> str | None:
+    """Rewards differ between problems, and never within one."""
+    steps = evidence.get_recent(3)
+    found = _find_share(steps, ["groups/num_zero_variance"], "groups/num_compared", least=0.95)
+    if found is None or _find_equal(evidence) is not None or _is_at_best(evidence, steps):
+        return None
+    low, high = min(_get(step, "reward/min") for step in steps), max(_get(step, "reward/max") for step in steps)
+    return (
+        f"in {found[0]} of {found[1]} groups {_name_span(evidence, steps)} all rewards are equal, though they are from "
+        f"{low:.4g} to {high:.4g} between problems: each problem is solved always or never"
+    )
+
+
+def _is_at_best(evidence: Evidence, steps: Sequence[Numbers]) -> bool:
+    """Whether the mean reward is within a tenth of the highest reward that was seen, by the span of all rewards."""
+    low, high = evidence.lowest, evidence.highest
+    if low is None or high is None or low == high or not steps:
+        return False
+    means = [each for step in steps if (each := step.get("reward/mean")) is not None]
+    return bool(means) and fmean(means) >= high - (high - low) / 10
+
+
+def find_same_completions(evidence: Evidence) -> str | None:
+    """The policy says the same to different problems."""
+    notes = [note for note in evidence.notes if note.error is None]
+    if len(notes) < _MIN_ROLLOUTS or len({note.group for note in notes}) < 2 or len({note.given for note in notes}) > 1:
+        return None
+    steps = evidence.get_recent(2)
+    if not steps or is_learning(evidence) or _is_at_best(evidence, steps):
+        return None
+    said = f"says {_quote(notes[0].given)}" if notes[0].given else "says nothing"
+    return f"the policy {said} to all problems: {len(notes)} of {len(notes)} rollouts that were looked at end the same"
+
+
+def find_entropy_fall(evidence: Evidence) -> str | None:
+    """The policy has become nearly deterministic, and the reward is no better."""
+    steps, first = evidence.get_recent(3), [each for each in evidence.first if each.get("train/entropy") is not None]
+    if not first or is_learning(evidence) or _is_at_best(evidence, steps):
+        return None
+    before = fmean(_get(step, "train/entropy") for step in first)
+    bound = min(0.05, 0.1 * before)
+    if not _are_all(steps, "train/entropy", lambda value: value < bound):
+        return None
+    now = _get(steps[-1], "train/entropy")
+    return (
+        f"the policy's entropy fell from {before:.3g} to {now:.3g} nats, and the reward has not risen: it "
+        "hardly explores"
+    )
+
+
+def find_tool_errors(evidence: Evidence) -> str | None:
+    """Tools raise, or do not answer in time, in nearly every call."""
+    steps = evidence.get_recent(2)
+    failures = ["counters/tool_errors/error", "counters/tool_errors/timeout"]
+    found = _find_share(steps, failures, "rollout/num_tool_calls", least=0.9, less=["counters/parse_failures"])
+    if found is None:
+        return None
+    answer = next((note.tool_answer for note in evidence.notes if note.tool_answer is not None), None)
+    example = "" if answer is None else f"; the policy gets {_quote(answer)}"
+    return f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} failed in the tool itself{example}"
+
+
+def find_wrong_calls(evidence: Evidence) -> str | None:
+    """The policy calls tools that do not exist, or with arguments that do not fit."""
+    steps = evidence.get_recent(5)
+    failures = ["counters/tool_errors/unknown_tool", "counters/tool_errors/invalid_arguments"]
+    found = _find_share(steps, failures, "rollout/num_tool_calls", least=0.9, less=["counters/parse_failures"])
+    if found is None or is_learning(evidence):
+        return None
+    answer = next((note.tool_answer for note in evidence.notes if note.tool_answer is not None), None)
+    example = "" if answer is None else f"; the policy gets {_quote(answer)}"
+    return (
+        f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} name no tool or do not fit its "
+        f"arguments{example}"
+    )
+
+
+def find_parse_failures(evidence: Evidence) -> str | None:
+    """Most calls cannot be read."""
+    steps = evidence.get_recent(3)
+    found = _find_share(steps, ["counters/parse_failures"], "rollout/num_tool_calls", least=0.5)
+    if found is None or is_learning(evidence):
+        return None
+    return (
+        f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} could not be "
+        f"read{_name_reason(steps, 'parse_failures')}"
+    )
+
+
+def find_unused_tools(evidence: Evidence) -> str | None:
+    """There are tools, and nobody calls them."""
+    steps = evidence.get_recent(3)
+    with_tools = sum(note.has_tools for note in evidence.notes)
+    number = round(_sum(steps, "rollout/num_trajectories"))
+    is_called = _sum(steps, "rollout/num_tool_calls") > 0
+    if is_called or not with_tools or number < _MIN_ROLLOUTS or is_learning(evidence) or _is_at_best(evidence, steps):
+        return None
+    return f"none of {number} rollouts {_name_span(evidence, steps)} has called a tool, and they have tools"
+
+
+def _name_reason(steps: Sequence[Numbers], event: str) -> str:
+    """The most frequent reason of an event, in brackets."""
+    prefix = f"counters/{event}/"
+    reasons = {name for step in steps for name in step if name.startswith(prefix)}
+    most = max(sorted(reasons), key=lambda name: _sum(steps, name), default=None)
+    return "" if most is None else f" ({most.removeprefix(prefix)})"
+
+
+def find_cut(evidence: Evidence) -> str | None:
+    """Most rollouts are cut by a limit of tokens."""
+    steps = evidence.get_recent(3)
+    statuses = ["counters/status/truncated", "counters/status/max_tokens"]
+    found = _find_share(steps, statuses, "rollout/num_trajectories", least=0.8)
+    if found is None or is_learning(evidence) or _is_at_best(evidence, steps):
+        return None
+    longest = max((_get(step, "rollout/completion_tokens_max") for step in steps), default=0.0)
+    length = f"; the longest has {longest:.0f} tokens" if longest else ""
+    return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} were cut at a limit of tokens{length}"
+
+
+def find_many_turns(evidence: Evidence) -> str | None:
+    """Most rollouts use up their turns."""
+    steps = evidence.get_recent(3)
+    found = _find_share(steps, ["counters/status/max_turns"], "rollout/num_trajectories", least=0.8)
+    if found is None or is_learning(evidence) or _is_at_best(evidence, steps):
+        return None
+    return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} used up their turns"
+
+
+def find_failures(evidence: Evidence) -> str | None:
+    """Rollouts fail by an exception of an environment, a reward or an engine."""
+    steps = evidence.get_recent(1)
+    found = _find_share(steps, ["counters/status/failed"], "rollout/num_trajectories", least=0.05)
+    if found is None:
+        return None
+    error = next((note.error for note in evidence.notes if note.error is not None), None)
+    example = "" if error is None else f", one with {' '.join(error.split())}"
+    return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} failed{example}"
+
+
+def find_timeouts(evidence: Evidence) -> str | None:
+    """Rollouts run out of time."""
+    steps = evidence.get_recent(2)
+    found = _find_share(steps, ["counters/status/timeout"], "rollout/num_trajectories", least=0.2)
+    if found is None:
+        return None
+    return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} ran out of time"
+
+
+def find_unscored(evidence: Evidence) -> str | None:
+    """No reward function has an opinion on most rollouts."""
+    steps = evidence.get_recent(2)
+    found = _find_share(steps, ["counters/status/unscored"], "rollout/num_trajectories", least=0.5)
+    if found is None:
+        return None
+    span = _name_span(evidence, steps)
+    return f"{found[0]} of {found[1]} rollouts {span} have no reward: each function returned None"
+
+
+def find_lonely_groups(evidence: Evidence) -> str | None:
+    """Groups are left with one member or none, so nothing is compared."""
+    steps = evidence.get_recent(2)
+    groups, compared = _sum(steps, "groups/num"), _sum(steps, "groups/num_compared")
+    if groups < 2 or compared >= groups / 2:
+        return None
+    return (
+        f"{groups - compared:.0f} of {groups:.0f} groups {_name_span(evidence, steps)} have fewer than two "
+        "rollouts to compare"
+    )
+
+
+def find_reward_range(evidence: Evidence) -> str | None:
+    """Rewards are huge, or differ by less than rounding may."""
+    steps = evidence.get_recent(1)
+    if not steps or steps[-1].get("reward/max") is None:
+        return None
+    low, high = _get(steps[-1], "reward/min"), _get(steps[-1], "reward/max")
+    size = max(abs(low), abs(high))
+    if size <= 1000 and not 0 < high - low < 1e-4 * size:
+        return None
+    return f"rewards are from {low:.6g} to {high:.6g} in the last step"
+
+
+def find_forks(evidence: Evidence) -> str | None:
+    """Most turns do not continue the one before."""
+    steps = evidence.get_recent(3)
+    turns = sum(_get(step, "rollout/turns_mean") * _get(step, "rollout/num_trajectories") for step in steps)
+    continued = turns - _sum(steps, "rollout/num_trajectories")
+    forks = _sum(steps, "counters/forks")
+    if continued < _MIN_ROLLOUTS or forks < 0.5 * continued:
+        return None
+    return (
+        f"{forks:.0f} of {continued:.0f} later turns {_name_span(evidence, steps)} begin a new "
+        f"row{_name_reason(steps, 'forks')}"
+    )
+
+
+def find_no_learning_rate(evidence: Evidence) -> str | None:
+    """Updates are made with a learning rate of 0."""
+    steps = evidence.get_recent(3)
+    if not _are_all(steps, "train/learning_rate", lambda value: value == 0):
+        return None
+    return f"the learning rate is 0 in the last {len(steps)} updates: the weights do not change"
+
+
+def find_no_gradient(evidence: Evidence) -> str | None:
+    """There are rows to train on, and no gradient."""
+    steps = evidence.get_recent(2)
+    if not _are_all(steps, "train/grad_norm", lambda value: value < 1e-12):
+        return None
+    return (
+        f"the gradient is 0 {_name_span(evidence, steps)}, though {_sum(steps, 'train/num_rows'):.0f} rows were trained"
+    )
+
+
+def find_small_updates(evidence: Evidence) -> str | None:
+    """The policy does not move, after many updates."""
+    steps = evidence.get_recent(20)
+    if (
+        len(steps) < 20
+        or is_learning(evidence)
+        or not _are_all(steps, "train/learning_rate", lambda value: 0 < value < 1e-8)
+    ):
+        return None
+    return (
+        f"the learning rate is {_get(steps[-1], 'train/learning_rate'):.2g}, and the reward has not risen in "
+        f"{evidence.num_steps} steps"
+    )
+
+
+def find_clipping(evidence: Evidence) -> str | None:
+    """Much of each update is clipped away."""
+    steps = evidence.get_recent(3)
+    if not _are_all(steps, "train/clip_fraction", lambda value: value > 0.3):
+        return None
+    return (
+        f"{fmean(_get(step, 'train/clip_fraction') for step in steps):.0%} of the tokens "
+        f"{_name_span(evidence, steps)} were clipped"
+    )
+
+
+def find_large_updates(evidence: Evidence) -> str | None:
+    """The policy moves far within a step."""
+    steps = evidence.get_recent(3)
+    if not _are_all(steps, "train/k3", lambda value: value > 0.1):
+        return None
+    return (
+        f"each of the last {len(steps)} steps moved the policy by more than 0.1 nats a token (train/k3 "
+        f"{_get(steps[-1], 'train/k3'):.3g})"
+    )
+
+
+def find_large_gradients(evidence: Evidence) -> str | None:
+    """Gradients have become far larger than they were."""
+    norms = [each for step in evidence.last if (each := step.get("train/grad_norm")) is not None]
+    if len(norms) < 4 or norms[-1] < 100 or norms[-1] < 100 * median(norms[:-1]):
+        return None
+    return f"the gradient's norm is {norms[-1]:.3g}, and {median(norms[:-1]):.3g} in the steps before"
+
+
+def find_mismatch(evidence: Evidence) -> str | None:
+    """The sampler has another policy than the trainer, at the same weights."""
+    steps = evidence.get_recent(1)
+    if not _are_all(steps, "mismatch/k3_lag_0", lambda value: value > 0.01):
+        return None
+    k3 = _get(steps[-1], "mismatch/k3_lag_0")
+    return f"sampler and trainer have two policies at the same weights (k3 {k3:.3g}, rounding is below 0.001)"
+
+
+def find_stale(evidence: Evidence) -> str | None:
+    """Rollouts are of weights that are too old."""
+    steps = evidence.get_recent(3)
+    is_far = _are_all(steps, "mismatch/k3", lambda value: value > 0.05)
+    is_corrected = _are_all(steps, "train/corrected_fraction", lambda value: value > 0.3)
+    if not (is_far or is_corrected) or not _are_all(steps, "staleness/max", lambda value: value >= 1):
+        return None
+    return (
+        f"rollouts are {_get(steps[-1], 'staleness/mean'):.2g} versions old on average, and their policy is "
+        "another one: "
+        f"k3 {_get(steps[-1], 'mismatch/k3'):.3g}, {_get(steps[-1], 'train/corrected_fraction'):.0%} of the "
+        "tokens corrected"
+    )
+
+
+def find_not_finite(evidence: Evidence) -> str | None:
+    """The run ended with a number that is none."""
+    error = evidence.ending.error
+    words = ("norm is nan", "norm is inf", " is nan", " is inf", "not finite", "non-finite", "nan or inf")
+    if not any(word in error.lower() for word in words):
+        return None
+    return f"the run ended at a number that is not finite: {_shorten(error)}"
+
+
+_PARTS = {
+    "log": "writing metrics and trackers",
+    "after_step": "evaluations, and models that are written (--evaluation.every, --export.every)",
+    "units": "making rows of the rollouts",
+    "sleep": "the engine's falling asleep",
+    "records": "writing rollouts, and scoring them (--rollout-log.scored-groups 0)",
+    "score": "scoring rollouts that are not trained on (--loop.num-zero-variance-scored)",
+    "checkpoint": "checkpoints (--checkpoints.every)",
+    "publish": "publishing the weights to the engines",
+    "metrics": "computing metrics",
+    "outages": "waiting for engines that were away",
+    "other": "waiting for the other processes",
+}
+"""Parts of `seconds/wall` that neither sample nor train, and what they are."""
+
+
+def _get_slow_steps(evidence: Evidence) -> Sequence[Numbers]:
+    """The newest steps of a run that takes a while for each."""
+    steps = evidence.get_recent(3)
+    return steps if _are_all(steps, "seconds/wall", lambda value: value >= _MIN_WALL_S) else ()
+
+
+def find_other_work(evidence: Evidence) -> str | None:
+    """Much of the time is neither sampling nor training."""
+    steps = _get_slow_steps(evidence)
+    wall_s = _sum(steps, "seconds/wall")
+    part = max(_PARTS, key=lambda name: _sum(steps, f"seconds/{name}"))
+    if not steps or (taken_s := _sum(steps, f"seconds/{part}")) < 0.4 * wall_s:
+        return None
+    return f"{taken_s / wall_s:.0%} of the time {_name_span(evidence, steps)} is seconds/{part}: {_PARTS[part]}"
+
+
+def find_slow_environment(evidence: Evidence) -> str | None:
+    """Rollouts wait for tools, environments and rewards more than for the engine."""
+    steps = _get_slow_steps(evidence)
+    rollout_s, engine_s = _sum(steps, "seconds/rollout_mean"), _sum(steps, "seconds/engine_mean")
+    is_sampling = _sum(steps, "seconds/collect") >= 0.5 * _sum(steps, "seconds/wall")
+    if not steps or not is_sampling or rollout_s - engine_s < 0.5 * rollout_s:
+        return None
+    share = (rollout_s - engine_s) / rollout_s
+    return (
+        f"{share:.0%} of a rollout's time {_name_span(evidence, steps)} is spent outside of the engine: in "
+        "tools, environments, agents and rewards"
+    )
+
+
+def find_slow_queue(evidence: Evidence) -> str | None:
+    """Requests wait in the engine's queue."""
+    steps = _get_slow_steps(evidence)
+    queue_s, engine_s = _sum(steps, "seconds/queue_mean"), _sum(steps, "seconds/engine_mean")
+    if not steps or not engine_s or queue_s < 0.5 * engine_s:
+        return None
+    return f"{queue_s / engine_s:.0%} of the engine's time {_name_span(evidence, steps)} requests waited in its queue"
+
+
+def find_little_memory(evidence: Evidence) -> str | None:
+    """The machine, or the container, has hardly any memory left."""
+    steps = evidence.get_recent(1)
+    if not _are_all(steps, "memory/available_share", lambda value: value < 0.03) or evidence.ending.status == "died":
+        return None
+    return (
+        f"{_get(steps[-1], 'memory/available_share'):.1%} of the machine's or container's memory is "
+        f"available{_describe_peak(steps)}"
+    )
+
+
+def _describe_peak(steps: Sequence[Numbers]) -> str:
+    peak = _get(steps[-1], "memory/peak_bytes") if steps else 0.0
+    return f"; the first process of the run had up to {peak / 2**30:.1f} GiB" if peak else ""
+
+
+_MEMORY_ERRORS = ("out of memory", "outofmemory", "memoryerror", "needs more memory", "cannot allocate memory")
+
+
+def _is_memory_error(evidence: Evidence) -> bool:
+    return any(words in evidence.ending.error.lower() for words in _MEMORY_ERRORS)
+
+
+def find_out_of_memory(evidence: Evidence) -> str | None:
+    """The run ended for want of memory."""
+    ending, last = evidence.ending, evidence.last
+    if _is_memory_error(evidence):
+        return f"the run ran out of memory: {_shorten(ending.error)}"
+    if ending.status != "died" or not (
+        ending.num_memory_kills or _are_all(last[-1:], "memory/available_share", lambda x: x < 0.1)
+    ):
+        return None
+    reason = (
+        f"the kernel has ended {ending.num_memory_kills} processes of this machine for want of memory since it began"
+        if ending.num_memory_kills
+        else f"{_get(last[-1], 'memory/available_share'):.1%} of the memory was available in its last step"
+    )
+    return (
+        f"the run's process is gone without a word {_say_when(evidence)}, likely for want of memory: "
+        f"{reason}{_describe_peak(last)}"
+    )
+
+
+def find_death(evidence: Evidence) -> str | None:
+    """The process is gone, and left no word."""
+    if evidence.ending.status != "died" or find_out_of_memory(evidence) is not None:
+        return None
+    return (
+        f"the run's process is gone without a word {_say_when(evidence)}: it was killed (kill -9, a scheduler, "
+        "a crash of the machine or of a library)"
+    )
+
+
+def find_error(evidence: Evidence) -> str | None:
+    """The run ended with an error."""
+    if evidence.ending.status != "failed" or _is_memory_error(evidence) or find_not_finite(evidence) is not None:
+        return None
+    return f"the run ended with an error {_say_when(evidence)}: {_shorten(evidence.ending.error)}"
+
+
+def _say_when(evidence: Evidence) -> str:
+    if evidence.num_steps == 0:
+        return "before its first step had ended"
+    return f"after {evidence.num_steps} step{'' if evidence.num_steps == 1 else 's'}"
+
+
+def _shorten(error: str, *, most: int = 600) -> str:
+    line = " ".join(error.split())
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="failures",
+        topic=Topic.LEARNING,
+        find=find_failures,
+        when="at least 5 % of a step's rollouts failed by an exception",
+        advice="read the exception: it is in your environment, tool, reward or agent, or in the engine. A rollout that "
+        "fails is not trained on",
+    ),
+    Rule(
+        name="tool-errors",
+        topic=Topic.LEARNING,
+        find=find_tool_errors,
+        when="at least 90 % of the tool calls of two steps raise, or take too long",
+        advice="call the tool yourself with the arguments of a rollout; the policy learns to live without a tool that "
+        "never answers",
+    ),
+    Rule(
+        name="equal-rewards",
+        topic=Topic.LEARNING,
+        find=find_equal_rewards,
+        when="all rewards of three steps are one number, and lower ones than that were never seen",
+        advice="try the reward function on an answer that you wrote yourself, a right and a wrong one: it may compare "
+        "other texts than you think. If it is right, take problems that the policy solves sometimes, or more "
+        "rollouts of each "
+        "(--rollouts.group-size)",
+    ),
+    Rule(
+        name="solved",
+        topic=Topic.LEARNING,
+        find=find_solved,
+        when="all rewards of three steps are the highest number that was seen, and lower ones were seen before",
+        advice="if it is: `unbroken export RUN MODEL` writes the model; if not, take harder problems",
+    ),
+    Rule(
+        name="same-completions",
+        topic=Topic.LEARNING,
+        find=find_same_completions,
+        when="all rollouts that are looked at, of several problems, end with the same words, and the reward is "
+        "not near its best",
+        advice="the policy has collapsed, or never read the problem: look at the prompt of a rollout; then lower "
+        "the learning "
+        "rate, or reward what differs between problems. `unbroken export RUN/checkpoints/STEP` has a policy from "
+        "before",
+    ),
+    Rule(
+        name="entropy-fall",
+        topic=Topic.LEARNING,
+        find=find_entropy_fall,
+        when="the entropy is below 0.05 nats and a tenth of what it was, and the reward has not risen",
+        advice="lower the learning rate, set --trainer.entropy-control.target, or a higher temperature",
+    ),
+    Rule(
+        name="no-variance",
+        topic=Topic.LEARNING,
+        find=find_no_variance,
+        when="in 95 % of the groups of three steps all rewards are equal, though problems differ",
+        advice="take problems that the policy solves sometimes, more rollouts of each (--rollouts.group-size), "
+        "or replace such "
+        "groups (--loop.max-replacements)",
+    ),
+    Rule(
+        name="cut",
+        topic=Topic.LEARNING,
+        find=find_cut,
+        when="at least 80 % of the rollouts of three steps are cut by a limit of tokens, and the reward does not rise",
+        advice="raise --rollouts.sampling.max-tokens, ask for shorter answers in the prompt, or see that the "
+        "model ends its "
+        "turns (`unbroken audit MODEL`)",
+    ),
+    Rule(
+        name="turns",
+        topic=Topic.LEARNING,
+        find=find_many_turns,
+        when="at least 80 % of the rollouts of three steps use up their turns, and the reward does not rise",
+        advice="raise --rollouts.limits.max-turns, or have the environment end the episode",
+    ),
+    Rule(
+        name="parse-failures",
+        topic=Topic.LEARNING,
+        find=find_parse_failures,
+        when="at least half of the tool calls of three steps cannot be read, and the reward does not rise",
+        advice="look at a call as it was sampled: the model may call in another format than its template "
+        "(`unbroken audit MODEL`), or be too small for it",
+    ),
+    Rule(
+        name="wrong-calls",
+        topic=Topic.LEARNING,
+        find=find_wrong_calls,
+        when="at least 90 % of the tool calls of five steps name no tool or have wrong arguments, and the reward "
+        "does not rise",
+        advice="give tools simple names and few arguments, describe them with an example, and see in a rollout "
+        "that the prompt "
+        "shows them",
+    ),
+    Rule(
+        name="unused-tools",
+        topic=Topic.LEARNING,
+        find=find_unused_tools,
+        when="there are tools and no call in three steps, and the reward does not rise",
+        advice="see in a rollout that the prompt shows the tools (`unbroken audit MODEL` says whether the "
+        "template does), and say "
+        "in the prompt when to call them",
+    ),
+    Rule(
+        name="timeouts",
+        topic=Topic.LEARNING,
+        find=find_timeouts,
+        when="at least 20 % of the rollouts of two steps run out of time",
+        advice="raise --rollouts.limits.timeout-s, or make tools and environment faster: their times are in each "
+        "rollout",
+    ),
+    Rule(
+        name="unscored",
+        topic=Topic.LEARNING,
+        find=find_unscored,
+        when="at least half of the rollouts of two steps have no reward",
+        advice="return a number where a reward function has an opinion: None is for rollouts that it does not judge",
+    ),
+    Rule(
+        name="lonely-groups",
+        topic=Topic.LEARNING,
+        find=find_lonely_groups,
+        when="more than half of the groups of two steps have fewer than two rollouts left",
+        advice="look for rollouts that failed, were aborted or have no reward, or raise --rollouts.group-size",
+    ),
+    Rule(
+        name="forks",
+        topic=Topic.LEARNING,
+        find=find_forks,
+        when="at least half of the later turns of three steps do not continue the ids so far",
+        advice="the template or the agent rewrites what was said: each such turn is a row of its own, which "
+        "costs time and "
+        "credit (docs/bridges.md, `unbroken audit MODEL`)",
+    ),
+    Rule(
+        name="no-learning-rate",
+        topic=Topic.LEARNING,
+        find=find_no_learning_rate,
+        when="the learning rate is 0 in three steps",
+        advice="set --trainer.optimizer.learning-rate, or a schedule that does not end before the run "
+        "(--trainer.optimizer.decay-updates)",
+    ),
+    Rule(
+        name="small-updates",
+        topic=Topic.LEARNING,
+        find=find_small_updates,
+        when="the learning rate is below 1e-8 in twenty steps, and the reward does not rise",
+        advice="raise --trainer.optimizer.learning-rate: 1e-6 is usual for all weights, 1e-5 to 1e-4 with LoRA",
+    ),
+    Rule(
+        name="no-gradient",
+        topic=Topic.LEARNING,
+        find=find_no_gradient,
+        when="the gradient is 0 in two steps that have rows",
+        advice="look at your loss or advantages (--loss, --advantages): they return nothing that depends on the policy",
+    ),
+    Rule(
+        name="reward-range",
+        topic=Topic.NUMBERS,
+        find=find_reward_range,
+        when="a reward is beyond 1,000, or all differ by less than a ten-thousandth of their size",
+        advice="scale rewards to about 0 to 1: one that is huge drowns all others, and float32 rounds small "
+        "differences away",
+    ),
+    Rule(
+        name="not-finite",
+        topic=Topic.NUMBERS,
+        find=find_not_finite,
+        when="a run ended because a gradient, a loss or a metric is NaN or infinite",
+        advice="the update was not made, so the last checkpoint is sound: lower the learning rate, scale rewards "
+        "down, and see "
+        "mismatch/max_abs of the steps before",
+    ),
+    Rule(
+        name="large-gradients",
+        topic=Topic.NUMBERS,
+        find=find_large_gradients,
+        when="the gradient's norm is above 100 and 100 times what it was",
+        advice="look at the rewards and rollouts of this step, and lower the learning rate or "
+        "--trainer.optimizer.max-grad-norm",
+    ),
+    Rule(
+        name="large-updates",
+        topic=Topic.NUMBERS,
+        find=find_large_updates,
+        when="train/k3 is above 0.1 in three steps",
+        advice="lower the learning rate or --trainer.num-iterations",
+    ),
+    Rule(
+        name="clipping",
+        topic=Topic.NUMBERS,
+        find=find_clipping,
+        when="more than 30 % of the tokens of three steps are clipped",
+        advice="lower the learning rate or --trainer.num-iterations",
+    ),
+    Rule(
+        name="mismatch",
+        topic=Topic.NUMBERS,
+        find=find_mismatch,
+        when="mismatch/k3_lag_0 is above 0.01",
+        advice="see docs/engines.md#one-policy, and `unbroken numerics MODEL` for what this machine does",
+    ),
+    Rule(
+        name="stale",
+        topic=Topic.NUMBERS,
+        find=find_stale,
+        when="rollouts of older weights have mismatch/k3 above 0.05, or 30 % of their tokens corrected, in three steps",
+        advice="lower --loop.max-staleness or the learning rate (docs/sampling-ahead.md)",
+    ),
+    Rule(
+        name="other-work",
+        topic=Topic.SLOW,
+        find=find_other_work,
+        when="40 % of three steps of five seconds and more is one part that neither samples nor trains",
+        advice="do that less often; the run's timeline shows when (docs/runs.md#timeline)",
+    ),
+    Rule(
+        name="slow-environment",
+        topic=Topic.SLOW,
+        find=find_slow_environment,
+        when="sampling is most of a step, and half of a rollout's time is outside of the engine",
+        advice="make tools and rewards asynchronous or faster, sample while training (--loop.max-staleness 1), "
+        "or in processes of "
+        "their own (--rollouts.samplers)",
+    ),
+    Rule(
+        name="slow-queue",
+        topic=Topic.SLOW,
+        find=find_slow_queue,
+        when="half of the engine's time is its queue",
+        advice="give the engine more memory or more GPUs, or fewer rollouts at once (--loop.max-groups-in-flight)",
+    ),
+    Rule(
+        name="little-memory",
+        topic=Topic.MEMORY,
+        find=find_little_memory,
+        when="less than 3 % of the memory of the machine or container is available",
+        advice="the kernel may end the run without a word: take fewer rollouts at once, fewer samplers, or a "
+        "machine with more "
+        "memory",
+    ),
+    Rule(
+        name="out-of-memory",
+        topic=Topic.MEMORY,
+        find=find_out_of_memory,
+        when="a run ended with an error of memory, or its process is gone and the kernel has ended processes for "
+        "memory",
+        advice="on a GPU set trainer.tokens_per_micro_batch or trainer.gradient_checkpointing, use LoRA "
+        "(--lora.rank 16), or bound the rows "
+        "(--rollouts.sampling.max-tokens); on the machine take a smaller model or fewer processes. The same "
+        "command continues "
+        "from the last checkpoint",
+    ),
+    Rule(
+        name="died",
+        topic=Topic.ENDED,
+        find=find_death,
+        when="its process is gone and has not said how it ended",
+        advice="look into the log of your scheduler and `dmesg`; the same command continues from the last checkpoint",
+    ),
+    Rule(
+        name="error",
+        topic=Topic.ENDED,
+        find=find_error,
+        when="it ended with any other error",
+        advice="`traceback.txt` in its folder has the lines if the error is in your own code; the same command "
+        "continues from "
+        "the last checkpoint",
+    ),
+)
