@@ -315,12 +315,11 @@ class StepRunner:
         if self.checkpoints is not None:
             await asyncio.to_thread(self.save_last, self.checkpoints)
             newest = find_checkpoints(self.checkpoints.folder)[step + 1]
-            model = f" (`unbroken export {newest} MODEL` writes its model)"
+            model = f"`unbroken export {newest} MODEL` writes the model of the last step. "
         raise RolloutError(
-            f"{self.num_empty} steps in a row trained nothing{model}; of the last one, {reasons}. Take problems "
-            "that the "
-            "policy solves sometimes, more rollouts of each (rollouts.group_size), or limits that let them end "
-            "(rollouts.limits). "
+            f"{self.num_empty} steps in a row trained nothing; of the last one, {reasons}. {model}"
+            "Take problems that the policy solves sometimes, more rollouts of each (rollouts.group_size), or limits "
+            "that let them end (rollouts.limits). "
             f"LoopConfig.max_empty_steps ({self.config.max_empty_steps}) is how many such steps a run may make; with "
             "none it continues (--loop.max-empty-steps none)"
         )

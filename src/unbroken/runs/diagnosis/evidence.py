@@ -131,8 +131,12 @@ class Evidence:
 
 
 def choose_evenly(groups: Sequence[Sequence[Any]], number: int = NUM_NOTES) -> list[Any]:
-    """Up to `number` members: the first of each group, then the second of each, and so on; groups evenly spread."""
-    spread = [groups[k * len(groups) // number] for k in range(number)] if len(groups) > number else groups
+    """Up to `number` members, at least two of a group: the first of each, then the second, and so on.
+
+    Worked example, 4 of the groups A B C D with three members each: A0 C0 A1 C1.
+    """
+    most = number // 2
+    spread = [groups[k * len(groups) // most] for k in range(most)] if len(groups) > most else groups
     rounds = itertools.chain.from_iterable(itertools.zip_longest(*spread))
     return list(itertools.islice((each for each in rounds if each is not None), number))
 

@@ -183,7 +183,9 @@ def find_no_variance(evidence: Evidence) -> str | None:
     """Rewards differ between problems, and never within one."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["groups/num_zero_variance"], "groups/num_compared", least=0.95)
-    if found is None or _find_equal(evidence) is not None or _is_at_best(evidence, steps):
+    if found is None or _is_at_best(evidence, steps):
+        return None
+    if _find_equal(evidence) is not None or find_same_completions(evidence) is not None:
         return None
     low, high = min(_get(step, "reward/min") for step in steps), max(_get(step, "reward/max") for step in steps)
     return (
@@ -202,15 +204,20 @@ def _is_at_best(evidence: Evidence, steps: Sequence[Numbers]) -> bool:
 
 
 def find_same_completions(evidence: Evidence) -> str | None:
-    """The policy says the same to different problems."""
+    """The policy says the same to different problems, or to one problem each time."""
     notes = [note for note in evidence.notes if note.error is None]
-    if len(notes) < _MIN_ROLLOUTS or len({note.group for note in notes}) < 2 or len({note.given for note in notes}) > 1:
-        return None
     steps = evidence.get_recent(2)
-    if not steps or is_learning(evidence) or _is_at_best(evidence, steps):
+    if len(notes) < _MIN_ROLLOUTS or not steps or is_learning(evidence) or _is_at_best(evidence, steps):
         return None
+    groups = {note.group for note in notes}
+    texts = {(note.group, note.given) for note in notes}
+    if len(groups) < 2 or len(texts) > len(groups) or len(notes) < 2 * len(groups):
+        return None
+    number = f"{len(notes)} of {len(notes)} rollouts that were looked at"
+    if len({text for _, text in texts}) > 1:
+        return f"the policy says the same to a problem each time it is asked ({number})"
     said = f"says {_quote(notes[0].given)}" if notes[0].given else "says nothing"
-    return f"the policy {said} to all problems: {len(notes)} of {len(notes)} rollouts that were looked at end the same"
+    return f"the policy {said} to all problems ({number})"
 
 
 def find_entropy_fall(evidence: Evidence) -> str | None:
@@ -289,9 +296,9 @@ def _name_reason(steps: Sequence[Numbers], event: str) -> str:
 
 def find_cut(evidence: Evidence) -> str | None:
     """Most rollouts are cut by a limit of tokens."""
-    steps = evidence.get_recent(3)
+    steps = evidence.get_recent(5)
     statuses = ["counters/status/truncated", "counters/status/max_tokens"]
-    found = _find_share(steps, statuses, "rollout/num_trajectories", least=0.8)
+    found = _find_share(steps, statuses, "rollout/num_trajectories", least=0.9)
     if found is None or is_learning(evidence) or _is_at_best(evidence, steps):
         return None
     longest = max((_get(step, "rollout/completion_tokens_max") for step in steps), default=0.0)
@@ -505,16 +512,22 @@ def find_other_work(evidence: Evidence) -> str | None:
 
 
 def find_slow_environment(evidence: Evidence) -> str | None:
-    """Rollouts wait for tools, environments and rewards more than for the engine."""
+    """Sampling waits for tools, environments and rewards more than for the engine."""
     steps = _get_slow_steps(evidence)
-    rollout_s, engine_s = _sum(steps, "seconds/rollout_mean"), _sum(steps, "seconds/engine_mean")
-    is_sampling = _sum(steps, "seconds/collect") >= 0.5 * _sum(steps, "seconds/wall")
-    if not steps or not is_sampling or rollout_s - engine_s < 0.5 * rollout_s:
+    collect_s = _sum(steps, "seconds/collect")
+    if not steps or collect_s < 0.5 * _sum(steps, "seconds/wall"):
         return None
-    share = (rollout_s - engine_s) / rollout_s
+    rollout_s, span = _sum(steps, "seconds/rollout_mean"), _name_span(evidence, steps)
+    outside_s = rollout_s - _sum(steps, "seconds/engine_mean")
+    if rollout_s and outside_s >= 0.5 * rollout_s:
+        return f"{outside_s / rollout_s:.0%} of a rollout's time {span} is spent in tools, environments and agents"
+    after_s = collect_s - _sum(steps, "seconds/rollout_max")
+    if after_s < 0.5 * collect_s:
+        return None
+    # A group's reward functions are called when its rollouts have ended, and are in none of their times.
     return (
-        f"{share:.0%} of a rollout's time {_name_span(evidence, steps)} is spent outside of the engine: in "
-        "tools, environments, agents and rewards"
+        f"{after_s / collect_s:.0%} of the sampling {span} is no rollout's time: it is spent in reward functions, or "
+        "waiting for groups that may start"
     )
 
 
@@ -619,7 +632,7 @@ RULES: tuple[Rule, ...] = (
         name="equal-rewards",
         topic=Topic.LEARNING,
         find=find_equal_rewards,
-        when="all rewards of three steps are one number, and lower ones than that were never seen",
+        when="all rewards of three steps are one number: others were never seen, or higher ones were",
         advice="try the reward function on an answer that you wrote yourself, a right and a wrong one: it may compare "
         "other texts than you think. If it is right, take problems that the policy solves sometimes, or more "
         "rollouts of each "
@@ -636,8 +649,8 @@ RULES: tuple[Rule, ...] = (
         name="same-completions",
         topic=Topic.LEARNING,
         find=find_same_completions,
-        when="all rollouts that are looked at, of several problems, end with the same words, and the reward is "
-        "not near its best",
+        when="all rollouts that are looked at, of several problems, end with the same words, or all of "
+        "each problem do, and the reward is not near its best",
         advice="the policy has collapsed, or never read the problem: look at the prompt of a rollout; then lower "
         "the learning "
         "rate, or reward what differs between problems. `unbroken export RUN/checkpoints/STEP` has a policy from "
@@ -663,7 +676,7 @@ RULES: tuple[Rule, ...] = (
         name="cut",
         topic=Topic.LEARNING,
         find=find_cut,
-        when="at least 80 % of the rollouts of three steps are cut by a limit of tokens, and the reward does not rise",
+        when="at least 90 % of the rollouts of five steps are cut by a limit of tokens, and the reward does not rise",
         advice="raise --rollouts.sampling.max-tokens, ask for shorter answers in the prompt, or see that the "
         "model ends its "
         "turns (`unbroken audit MODEL`)",
@@ -819,7 +832,7 @@ RULES: tuple[Rule, ...] = (
         name="slow-environment",
         topic=Topic.SLOW,
         find=find_slow_environment,
-        when="sampling is most of a step, and half of a rollout's time is outside of the engine",
+        when="sampling is most of three steps of five seconds and more, and half of it is outside of the engine",
         advice="make tools and rewards asynchronous or faster, sample while training (--loop.max-staleness 1), "
         "or in processes of "
         "their own (--rollouts.samplers)",

@@ -20,10 +20,18 @@ async function showRun(index) {
   const sections = CHARTS.map(([title, charts]) => makeSection(title, charts.map(([name, text]) => metricChart(runs, name, text))));
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics.values)))].filter((name) => !shown.has(name)).sort();
   const hasNumbers = runs.some((run) => run.metrics.steps.length);
-  return el('div', {}, makeRunTable(runs), runs.length > 1 ? makeSettings(runs) : null,
+  return el('div', {}, makeRunTable(runs), makeDiagnoses(runs), runs.length > 1 ? makeSettings(runs) : null,
     runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
     hasNumbers || runs.every((run) => run.kind in NOUNS || run.evaluations.length) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
     runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), runs.length > 1 ? null : makeSettings(runs), makeOthers(runs, names));
+}
+
+/* What is wrong with each run, and what to do: the box on top. */
+function makeDiagnoses(runs) {
+  const found = runs.flatMap((run) => (run.diagnosis ?? []).map((each) => [run, each]));
+  if (!found.length) return null;
+  return el('section', { class: 'diagnosis' }, el('h2', {}, 'Diagnosis'), el('ul', {}, found.map(([run, each]) => el('li', {}, makeVisible(runs.length > 1 ? `${run.name}: ${each.sentence}` : each.sentence),
+    el('div', { class: 'soft' }, makeVisible(`${each.advice} (${each.link})`))))));
 }
 
 /* Charts that can be folded: on a narrow page only the first section is open. */

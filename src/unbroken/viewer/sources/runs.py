@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from time import time as now_s
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.store.sqlite import DATABASE_FILE, is_running
+from unbroken.ledger.store.sqlite import DATABASE_FILE
+from unbroken.runs.diagnosis.evidence import find_state_of_lock, read_evidence
+from unbroken.runs.diagnosis.rules import diagnose
+from unbroken.runs.process_file import PROCESS_FILE
 from unbroken.runs.records.files import FOLDER, find_expected, find_records
 from unbroken.runs.settings import redact
 from unbroken.untrusted import open_inside, read_json
@@ -30,8 +33,6 @@ _SETTLED_S = 2.0
 _MAX_STEPS = 16
 """Steps whose summaries are kept in memory."""
 _MAX_IMAGE_BYTES = 100 << 20
-_MAX_LOCK_BYTES = 1000
-_PROCESS = re.compile(r"\d{1,9}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES, _MAX_LINE_BYTES = 512 << 20, 1 << 20
 _MAX_PROBLEMS = 20
@@ -76,8 +77,12 @@ class RunReader:
         return {
             **self.describe(), "metrics": _make_columns(lines), "evaluations": evaluations,
             "recorded_steps": self.list_steps(), "settings": redact(read_recipe(self.folder).settings),
-            "problems": problems + others, "cluster": self._read_cluster(),
+            "problems": problems + others, "cluster": self._read_cluster(), "diagnosis": self._diagnose(),
         }  # fmt: skip
+
+    def _diagnose(self) -> list[dict[str, str]]:
+        """What is wrong with the run, as `unbroken doctor` says it."""
+        return [asdict(each) for each in diagnose(read_evidence(self.folder))]
 
     def _read_cluster(self) -> dict[str, Any] | None:
         """How the parts of a run on several machines are, and what happened to them; None of another run."""
@@ -177,6 +182,7 @@ class RunReader:
 
     def _find_revision(self) -> str:
         paths = [self.folder / _METRICS, self.folder / _EVALUATIONS, self.folder / _CLUSTER_EVENTS]
+        paths.append(self.folder / PROCESS_FILE)
         records = [str(_signature(path)) for files in self._list_files().values() for path in files.paths]
         return f"{[_signature(path) for path in paths]} {len(records)} {max(records, default='')}"
 
@@ -197,15 +203,9 @@ def _signature(path: Path) -> tuple[int, int] | None:
 
 
 def _find_state(folder: Path) -> str:
-    """`ended`, `running`, or `died`: its process, which the lock's file names, is no more. Nothing is locked here."""
-    try:
-        with open_inside(folder, "run.lock") as lock:
-            words = lock.read(_MAX_LOCK_BYTES).decode("utf-8", "replace").split()
-    except OSError:
-        return "ended"
-    if len(words) < 3 or _PROCESS.fullmatch(words[0]) is None or words[2] != socket.gethostname():
-        return "running"
-    return "running" if is_running(int(words[0])) else "died"
+    """`ended`, `running`, or `died`. Nothing is locked here."""
+    state = find_state_of_lock(folder)
+    return "ended" if state == "unknown" else state
 
 
 def _read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[str]]:
