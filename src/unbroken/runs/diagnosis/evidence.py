@@ -190,6 +190,7 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
         ):
             rewards.append(float(reward))
     counts["rollout/num_trainable"] = len(rewards)
+    counts["counters/dropped_rows/unscored"] = counts["counters/status/unscored"]
     mean = sum(rewards) / len(rewards) if rewards else None
     bounds = {"reward/min": min(rewards, default=None), "reward/max": max(rewards, default=None), "reward/mean": mean}
     return {**counts, **bounds}

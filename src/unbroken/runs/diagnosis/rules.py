@@ -188,6 +188,8 @@ def find_no_variance(evidence: Evidence) -> str | None:
     if _find_equal(evidence) is not None or find_same_completions(evidence) is not None:
         return None
     low, high = min(_get(step, "reward/min") for step in steps), max(_get(step, "reward/max") for step in steps)
+    if low == high:
+        return None
     return (
         f"in {found[0]} of {found[1]} groups {_name_span(evidence, steps)} all rewards are equal, though they are from "
         f"{low:.4g} to {high:.4g} between problems: each problem is solved always or never"
@@ -338,7 +340,7 @@ def find_timeouts(evidence: Evidence) -> str | None:
 def find_unscored(evidence: Evidence) -> str | None:
     """No reward function has an opinion on most rollouts."""
     steps = evidence.get_recent(2)
-    found = _find_share(steps, ["counters/status/unscored"], "rollout/num_trajectories", least=0.5)
+    found = _find_share(steps, ["counters/dropped_rows/unscored"], "rollout/num_trajectories", least=0.5)
     if found is None:
         return None
     span = _name_span(evidence, steps)

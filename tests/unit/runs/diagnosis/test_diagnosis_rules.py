@@ -1,0 +1,238 @@
+"""Each rule of the diagnosis speaks of its cause, and stays quiet beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unbroken.runs.diagnosis.evidence import Ending, Evidence, RolloutNote, choose_evenly
+from unbroken.runs.diagnosis.rules import RULES, diagnose
+
+ROOT = Path(__file__).parents[4]
+HEALTHY: dict[str, Any] = {
+    "reward/mean": 0.4, "reward/std": 0.5, "reward/min": 0.0, "reward/max": 1.0,
+    "rollout/num_trajectories": 64, "rollout/num_trainable": 64, "rollout/num_tool_calls": 64,
+    "rollout/turns_mean": 2.0, "rollout/completion_tokens_max": 100,
+    "groups/num": 8, "groups/num_compared": 8, "groups/num_zero_variance": 3,
+    "counters/status/completed": 60, "counters/status/truncated": 4, "counters/tool_errors": 4,
+    "counters/tool_errors/error": 1, "counters/tool_errors/invalid_arguments": 3, "counters/parse_failures": 2,
+    "counters/forks": 0,
+    "train/num_rows": 40, "train/entropy": 1.0, "train/learning_rate": 1e-5, "train/grad_norm": 0.5,
+    "train/clip_fraction": 0.01, "train/k3": 0.001, "train/corrected_fraction": 0.0,
+    "mismatch/k3": 1e-6, "mismatch/k3_lag_0": 1e-6, "staleness/max": 0, "staleness/mean": 0.0,
+    "seconds/wall": 60.0, "seconds/collect": 35.0, "seconds/train": 20.0, "seconds/other": 1.0,
+    "seconds/rollout_mean": 20.0, "seconds/rollout_max": 34.0, "seconds/engine_mean": 18.0, "seconds/queue_mean": 2.0,
+    "memory/available_share": 0.5, "memory/peak_bytes": 2**32,
+}  # fmt: skip
+EMPTY = {"train/entropy": None, "train/grad_norm": None, "train/learning_rate": None, "train/num_rows": 0}
+EQUAL = {"groups/num_zero_variance": 8, "reward/std": 0.0, **EMPTY}
+
+
+def note(number: int, **others: Any) -> RolloutNote:
+    usual: dict[str, Any] = {"given": f"The answer is {number}.", "expected": "27", "reward": 0.0, "error": None}
+    return RolloutNote(group=f"g{number // 2}", **{**usual, "tool_answer": None, **others})
+
+
+def rewards(value: float) -> dict[str, Any]:
+    return {**EQUAL, "reward/mean": value, "reward/min": value, "reward/max": value}
+
+
+def observe(*steps: dict[str, Any], ending: str = "running", notes: Any = None, **of_ending: Any) -> Evidence:
+    """The evidence of steps that differ from healthy ones in this."""
+    evidence = Evidence(ending=Ending(status=ending, **of_ending))
+    for step in steps:
+        evidence = evidence.add_step({**HEALTHY, **step})
+    return replace(evidence, notes=tuple(note(k) for k in range(16)) if notes is None else tuple(notes))
+
+
+def find(evidence: Evidence) -> dict[str, str]:
+    return {each.name: each.sentence for each in diagnose(evidence)}
+
+
+SAME = [note(k, given="Yes.") for k in range(16)]
+FAILED_CALL = [note(k, tool_answer="Error: lookup failed with RuntimeError: database is down") for k in range(4)]
+CAUSES: dict[str, tuple[Evidence, str]] = {
+    "failures": (
+        observe({"counters/status/failed": 8}, notes=[note(0), note(1, error="KeyError: 'solution'")]),
+        "8 of 64 rollouts of the last step failed, one with KeyError: 'solution'",
+    ),
+    "tool-errors": (
+        observe(*[{"counters/tool_errors/error": 62}] * 2, notes=FAILED_CALL),
+        "124 of 124 tool calls of the last 2 steps failed in the tool itself; the policy gets 'Error: lookup failed",
+    ),
+    "equal-rewards": (observe(*[rewards(0.0)] * 3), "every reward so far is 0 .*'27' was expected and 'The answer is"),
+    "solved": (observe({}, *[rewards(1.0)] * 3), "have the reward 1, the highest that was seen in this run"),
+    "same-completions": (observe(*[rewards(0.0)] * 3, notes=SAME), r"says 'Yes.' to all problems \(16 of 16"),
+    "entropy-fall": (observe({}, {}, *[{"train/entropy": 0.01}] * 3), "fell from .* to 0.01 nats"),
+    "no-variance": (observe(*[{"groups/num_zero_variance": 8}] * 3), "in 24 of 24 groups .* from 0 to 1 between"),
+    "cut": (observe(*[{"counters/status/truncated": 61}] * 5), "305 of 320 .* the longest has 100 tokens"),
+    "turns": (observe(*[{"counters/status/max_turns": 60}] * 3), "180 of 192 rollouts .* used up their turns"),
+    "parse-failures": (
+        observe(*[{"counters/parse_failures": 40, "counters/parse_failures/bad_json": 40}] * 3),
+        r"120 of 192 tool calls .* could not be read \(bad_json\)",
+    ),
+    "wrong-calls": (
+        observe(*[{"counters/tool_errors/unknown_tool": 58}] * 5),
+        "305 of 310 tool calls .* name no tool or do not fit",
+    ),
+    "unused-tools": (
+        observe(*[{"rollout/num_tool_calls": 0}] * 3, notes=[note(0, has_tools=True)]),
+        "none of 192 rollouts .* has called a tool",
+    ),
+    "timeouts": (observe(*[{"counters/status/timeout": 16}] * 2), "32 of 128 rollouts .* ran out of time"),
+    "unscored": (observe(*[{"counters/dropped_rows/unscored": 40}] * 2), "80 of 128 rollouts .* have no reward"),
+    "lonely-groups": (observe(*[{"groups/num_compared": 2}] * 2), "12 of 16 groups .* fewer than two"),
+    "forks": (
+        observe(*[{"counters/forks": 50, "counters/forks/rewritten_history": 50}] * 3),
+        r"150 of 192 later turns .* begin a new row \(rewritten_history\)",
+    ),
+    "no-learning-rate": (observe(*[{"train/learning_rate": 0.0}] * 3), "the learning rate is 0 in the last 3 updates"),
+    "small-updates": (observe(*[{"train/learning_rate": 1e-10}] * 20), "1e-10, and the reward has not risen in 20"),
+    "no-gradient": (observe(*[{"train/grad_norm": 0.0}] * 2), "the gradient is 0 .* though 80 rows"),
+    "reward-range": (observe({"reward/max": 1e6}), "rewards are from 0 to 1e\\+06"),
+    "not-finite": (
+        observe({}, ending="failed", error="TrainingError: the gradient's norm is nan at update 1"),
+        "ended at a number that is not finite: TrainingError: the gradient's norm is nan at update 1",
+    ),
+    "large-gradients": (observe({}, {}, {}, {"train/grad_norm": 1e4}), "norm is 1e\\+04, and 0.5 in the steps before"),
+    "large-updates": (observe(*[{"train/k3": 0.5}] * 3), "more than 0.1 nats a token"),
+    "clipping": (observe(*[{"train/clip_fraction": 0.5}] * 3), "50% of the tokens .* were clipped"),
+    "mismatch": (observe({"mismatch/k3_lag_0": 0.2}), "two policies at the same weights"),
+    "stale": (
+        observe(*[{"mismatch/k3": 0.2, "staleness/max": 4, "staleness/mean": 3.5}] * 3),
+        "3.5 versions old on average",
+    ),
+    "other-work": (observe(*[{"seconds/checkpoint": 30.0}] * 3), "50% of the time .* seconds/checkpoint: checkpoints"),
+    "slow-environment": (observe(*[{"seconds/engine_mean": 5.0}] * 3), "75% of a rollout's time"),
+    "slow-queue": (observe(*[{"seconds/queue_mean": 12.0}] * 3), "67% of the engine's time"),
+    "little-memory": (observe({"memory/available_share": 0.01}), "1.0% of the .* memory .* up to 4.0 GiB"),
+    "out-of-memory": (
+        observe({}, ending="died", num_memory_kills=1),
+        "gone without a word after 1 step, likely for want of memory",
+    ),
+    "died": (observe({}, {}, ending="died"), "gone without a word after 2 steps"),
+    "error": (observe(ending="failed", error="RewardError: it failed"), "before its first step had ended: RewardError"),
+}
+"""What shows the cause of each rule, and a part of its sentence."""
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_rule_finds_its_cause(name):
+    evidence, words = CAUSES[name]
+    assert re.search(words, find(evidence)[name]), find(evidence)[name]
+
+
+def test_every_rule_has_a_cause_here():
+    assert [rule.name for rule in RULES] == list(CAUSES)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 20, 40])
+def test_nothing_is_said_of_steps_as_they_should_be(number):
+    assert find(observe(*[{}] * number)) == {}
+    assert find(observe(*[{}] * number, ending="finished")) == {}
+    assert find(observe(*[{}] * number, ending="interrupted")) == {}
+
+
+def test_a_rule_waits_for_its_steps_while_a_run_runs_and_not_when_it_is_over():
+    for number in (1, 2):
+        assert find(observe(*[rewards(0.0)] * number)) == {}
+        assert set(find(observe(*[rewards(0.0)] * number, ending="finished"))) == {"equal-rewards"}
+    few = {**rewards(0.0), "rollout/num_trainable": 2}
+    assert find(observe(few, few, few)) == {}
+
+
+def test_a_share_of_a_few_calls_or_rollouts_says_nothing():
+    few = {"rollout/num_tool_calls": 3, "counters/parse_failures": 0, "counters/tool_errors/error": 3}
+    assert find(observe(few, few)) == {}
+    assert find(observe({"rollout/num_trajectories": 4, "counters/status/failed": 1})) == {}
+
+
+RISING = [{"reward/mean": 0.1 + 0.1 * k} for k in range(6)]
+
+
+@pytest.mark.parametrize(
+    "name", ["cut", "turns", "parse-failures", "wrong-calls", "unused-tools", "entropy-fall", "same-completions"]
+)
+def test_a_rule_about_learning_is_silent_while_the_reward_rises(name):
+    evidence, _ = CAUSES[name]
+    symptom = {key: value for key, value in evidence.last[-1].items() if not key.startswith("reward/")}
+    flat = observe(*[{"train/entropy": 1.0}] * 2, *[symptom] * 6, notes=evidence.notes)
+    assert name in find(flat)
+    first = {**symptom, "train/entropy": 1.0}
+    rising = observe(*[{**first, **RISING[0]}] * 2, *[{**symptom, **each} for each in RISING], notes=evidence.notes)
+    assert name not in find(rising)
+
+
+def test_a_reward_that_rises_by_its_noise_alone_does_not_count_as_learning():
+    noise = [{"counters/status/truncated": 61, "reward/mean": 0.4 + 0.01 * k} for k in range(6)]
+    assert "cut" in find(observe(*noise))
+
+
+def test_solved_is_said_only_of_the_highest_reward_that_was_seen():
+    assert set(find(observe({}, *[rewards(1.0)] * 3))) == {"solved"}
+    below = find(observe({}, *[rewards(0.5)] * 3))
+    assert "solved" not in below
+    assert "are 0.5, and 1 was seen before" in below["equal-rewards"]
+    assert set(find(observe(*[rewards(1.0)] * 3))) == {"equal-rewards"}, "a reward that never differs"
+
+
+def test_a_policy_that_solves_all_problems_with_the_same_words_has_not_collapsed():
+    assert set(find(observe({}, *[rewards(1.0)] * 3, notes=SAME))) == {"solved"}
+    assert set(find(observe({}, *[rewards(0.0)] * 3, notes=SAME))) == {"equal-rewards", "same-completions"}
+
+
+def test_a_policy_that_says_the_same_to_a_problem_each_time_is_named_before_its_variance():
+    notes = [note(k, given=f"It is {k // 2}.") for k in range(16)]
+    found = find(observe(*[{"groups/num_zero_variance": 8, "reward/mean": 0.2}] * 3, notes=notes))
+    assert list(found) == ["same-completions"]
+    assert "to a problem each time" in found["same-completions"]
+
+
+def test_groups_that_are_nearly_all_solved_are_no_finding():
+    assert find(observe(*[{"groups/num_zero_variance": 8, "reward/mean": 0.98}] * 3)) == {}
+
+
+def test_steps_that_take_seconds_are_not_called_slow():
+    quick = {"seconds/wall": 0.2, "seconds/checkpoint": 0.15, "seconds/engine_mean": 0.0}
+    assert find(observe(*[quick] * 3)) == {}
+
+
+def test_time_in_reward_functions_is_found_though_no_rollout_has_it():
+    step = {
+        "seconds/rollout_max": 2.0,
+        "seconds/rollout_mean": 1.5,
+        "seconds/engine_mean": 1.4,
+        "seconds/queue_mean": 0,
+    }
+    assert "in reward functions" in find(observe(*[step] * 3))["slow-environment"]
+
+
+def test_a_model_that_passes_all_problems_of_an_evaluation_is_no_finding():
+    step = {name: HEALTHY[name] for name in ("rollout/num_trajectories", "rollout/num_trainable")}
+    for value, names in ((1.0, set()), (0.0, {"equal-rewards"})):
+        numbers = {**step, "reward/mean": value, "reward/min": value, "reward/max": value}
+        evidence = Evidence(is_evaluation=True).add_step(numbers, notes=[note(k) for k in range(16)])
+        assert set(find(evidence)) == names
+
+
+def test_the_rollouts_that_are_looked_at_are_of_many_groups_with_siblings():
+    groups = [[f"{letter}{k}" for k in range(3)] for letter in "ABCD"]
+    assert choose_evenly(groups, 4) == ["A0", "C0", "A1", "C1"]
+    assert choose_evenly(groups[:1], 4) == ["A0", "A1", "A2"]
+    assert choose_evenly([], 4) == []
+
+
+def test_the_page_is_that_of_the_rules():
+    spec = importlib.util.spec_from_file_location("write_troubleshooting", ROOT / "tools" / "write_troubleshooting.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = tool.PAGE.read_text("utf-8")
+    assert text == tool.make_page(text), "run python tools/write_troubleshooting.py"
+    assert all(f'<a id="{rule.name}"></a>' in text for rule in RULES)
