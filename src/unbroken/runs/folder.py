@@ -232,7 +232,10 @@ def _close(descriptors: list[int]) -> None:
 def _check_no_other_files(folder: Path) -> None:
     if not folder.is_dir() or (folder / _FILE).exists():
         return
-    if any(each.name not in (_PART, _LOCK, _CLUSTER, "timeline", TRACEBACK, TASK_FILE) for each in folder.iterdir()):
+    if any(
+        each.name not in (_PART, _LOCK, _CLUSTER, "timeline", TRACEBACK, TASK_FILE, PROCESS_FILE)
+        for each in folder.iterdir()
+    ):
         raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
 
 

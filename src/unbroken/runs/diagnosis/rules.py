@@ -77,6 +77,8 @@ def is_learning(evidence: Evidence) -> bool:
     Worked example, 4 steps of 64 rollouts with the means 0.1 0.1 0.3 0.3, and a standard deviation of 0.4: the mean of
     the last two is higher by 0.2, and its error is 0.4 * sqrt(2 / 128) = 0.05.
     """
+    if _are_all(evidence.last[-2:], "train/num_rows", lambda value: value == 0):
+        return False  # whatever the rewards of the last problems are
     known = [step for step in evidence.last if step.get("reward/mean") is not None]
     number = min(len(evidence.first), len(known) // 2)
     if number == 0:

@@ -163,6 +163,7 @@ def test_a_rule_about_learning_is_silent_while_the_reward_rises(name):
     symptom = {key: value for key, value in evidence.last[-1].items() if not key.startswith("reward/")}
     flat = observe(*[{"train/entropy": 1.0}] * 2, *[symptom] * 6, notes=evidence.notes)
     assert name in find(flat)
+    symptom["train/num_rows"] = 40
     first = {**symptom, "train/entropy": 1.0}
     rising = observe(*[{**first, **RISING[0]}] * 2, *[{**symptom, **each} for each in RISING], notes=evidence.notes)
     assert name not in find(rising)

@@ -1,10 +1,11 @@
-"""Tiny runs with one mistake each: the run says so once, and `unbroken doctor` finds it in the folder; a healthy one."""
+"""Tiny runs with one mistake each: the run says so once, and `unbroken doctor` finds it in the folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +28,7 @@ rollouts.sampling.max_tokens = 8
 rollouts.limits.max_turns = 2
 rollouts.problems_per_step = 4
 rollouts.group_size = 4
-trainer.optimizer.learning_rate = {rate}
+trainer.optimizer.learning_rate = 1e-3
 loop.num_steps = {steps}
 evaluation.num_problems = 0
 trackers.names = []
@@ -40,7 +41,6 @@ BROKEN = {
     "reward-range": ("[1e6 * (len(text) % 3) for text in completions]", {"steps": 1}),
     "no-variance": ("[float(int(a) % 2) for a in answer]", {}),
     "unscored": ("[None if int(answer[0]) % 8 else 1.0 for _ in completions]", {"steps": 2}),
-    "same-completions": (LENGTHS, {"rate": "1e3"}),
     "no-learning-rate": (
         LENGTHS,
         {"more": 'trainer.optimizer.schedule = "linear"\ntrainer.optimizer.decay_updates = 1'},
@@ -55,12 +55,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def write_task(folder: Path, model: Path, reward: str, *, steps: int = 4, rate: str = "1e-3", more: str = "") -> Path:
+def write_task(folder: Path, model: Path, reward: str, *, steps: int = 4, more: str = "") -> Path:
     rows = [{"prompt": f"What is {k} + {k + 1}?", "answer": str(2 * k + 1 + k % 2)} for k in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(f"import os\ndef score(completions, answer):\n    return {reward}\n")
     task = folder / "task.toml"
-    task.write_text(more + TASK.format(model=model, rate=rate, steps=steps))
+    task.write_text(more + TASK.format(model=model, steps=steps))
     return task
 
 
@@ -118,13 +118,11 @@ def test_an_evaluation_is_diagnosed_by_its_rollouts(tmp_path, model, capsys):
     ],
 )
 def test_the_folder_says_how_a_process_ended(tmp_path, error, status):
-    try:
-        with record_process(tmp_path):
-            assert read_ending(tmp_path).status == "running"
-            if error is not None:
-                raise error
-    except BaseException as raised:
-        assert raised is error
+    ends = nullcontext() if error is None else pytest.raises(type(error))
+    with ends, record_process(tmp_path):
+        assert read_ending(tmp_path).status == "running"
+        if error is not None:
+            raise error
     assert read_ending(tmp_path).status == status
     assert ("ValueError: x" in read_ending(tmp_path).error) == (status == "failed")
 
