@@ -145,8 +145,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print(f"{folder}: {kind}{'' if ending is None else f'; {ending}'}")
         for each in findings:
             print(format_finding(each, folder))
-        if not findings:
-            print("nothing is found: its rewards, rollouts, updates and times are as they should be")
+        if not findings and evidence.num_steps == 0:
+            print("no step has ended, so there is nothing to judge")
+        elif not findings:
+            print("nothing is found: no rule of docs/troubleshooting.md speaks")
     return 0
 
 
