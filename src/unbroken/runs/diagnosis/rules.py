@@ -150,7 +150,7 @@ def _is_solved(evidence: Evidence, value: float) -> bool:
     return lowest is not None and highest is not None and lowest < highest <= value
 
 
-def find_solved(evidence: Evidence) -> str | None:
+def _find_solved(evidence: Evidence) -> str | None:
     """All rewards are equal, at the highest that was seen."""
     if (found := _find_equal(evidence)) is None or not _is_solved(evidence, found[1]):
         return None
@@ -161,7 +161,7 @@ def find_solved(evidence: Evidence) -> str | None:
     )
 
 
-def find_equal_rewards(evidence: Evidence) -> str | None:
+def _find_equal_rewards(evidence: Evidence) -> str | None:
     """All rewards are equal, and nothing says that the task is solved."""
     if (found := _find_equal(evidence)) is None or _is_solved(evidence, found[1]):
         return None
@@ -181,13 +181,13 @@ def find_equal_rewards(evidence: Evidence) -> str | None:
     )
 
 
-def find_no_variance(evidence: Evidence) -> str | None:
+def _find_no_variance(evidence: Evidence) -> str | None:
     """Rewards differ between problems, and never within one."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["groups/num_zero_variance"], "groups/num_compared", least=0.95)
     if found is None or _is_at_best(evidence, steps):
         return None
-    if _find_equal(evidence) is not None or find_same_completions(evidence) is not None:
+    if _find_equal(evidence) is not None or _find_same_completions(evidence) is not None:
         return None
     low, high = min(_get(step, "reward/min") for step in steps), max(_get(step, "reward/max") for step in steps)
     if low == high:
@@ -207,7 +207,7 @@ def _is_at_best(evidence: Evidence, steps: Sequence[Numbers]) -> bool:
     return bool(means) and fmean(means) >= high - (high - low) / 10
 
 
-def find_same_completions(evidence: Evidence) -> str | None:
+def _find_same_completions(evidence: Evidence) -> str | None:
     """The policy says the same to different problems, or to one problem each time."""
     notes = [note for note in evidence.notes if note.error is None]
     steps = evidence.get_recent(2)
@@ -224,7 +224,7 @@ def find_same_completions(evidence: Evidence) -> str | None:
     return f"the policy {said} to all problems ({number})"
 
 
-def find_entropy_fall(evidence: Evidence) -> str | None:
+def _find_entropy_fall(evidence: Evidence) -> str | None:
     """The policy has become nearly deterministic, and the reward is no better."""
     steps, first = evidence.get_recent(3), [each for each in evidence.first if each.get("train/entropy") is not None]
     if not first or is_learning(evidence) or _is_at_best(evidence, steps):
@@ -240,7 +240,7 @@ def find_entropy_fall(evidence: Evidence) -> str | None:
     )
 
 
-def find_tool_errors(evidence: Evidence) -> str | None:
+def _find_tool_errors(evidence: Evidence) -> str | None:
     """Tools raise, or do not answer in time, in nearly every call."""
     steps = evidence.get_recent(2)
     failures = ["counters/tool_errors/error", "counters/tool_errors/timeout"]
@@ -252,7 +252,7 @@ def find_tool_errors(evidence: Evidence) -> str | None:
     return f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} failed in the tool itself{example}"
 
 
-def find_wrong_calls(evidence: Evidence) -> str | None:
+def _find_wrong_calls(evidence: Evidence) -> str | None:
     """The policy calls tools that do not exist, or with arguments that do not fit."""
     steps = evidence.get_recent(5)
     failures = ["counters/tool_errors/unknown_tool", "counters/tool_errors/invalid_arguments"]
@@ -267,7 +267,7 @@ def find_wrong_calls(evidence: Evidence) -> str | None:
     )
 
 
-def find_parse_failures(evidence: Evidence) -> str | None:
+def _find_parse_failures(evidence: Evidence) -> str | None:
     """Most calls cannot be read."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["counters/parse_failures"], "rollout/num_tool_calls", least=0.5)
@@ -279,7 +279,7 @@ def find_parse_failures(evidence: Evidence) -> str | None:
     )
 
 
-def find_unused_tools(evidence: Evidence) -> str | None:
+def _find_unused_tools(evidence: Evidence) -> str | None:
     """There are tools, and nobody calls them."""
     steps = evidence.get_recent(3)
     with_tools = sum(note.has_tools for note in evidence.notes)
@@ -298,7 +298,7 @@ def _name_reason(steps: Sequence[Numbers], event: str) -> str:
     return "" if most is None else f" ({most.removeprefix(prefix)})"
 
 
-def find_cut(evidence: Evidence) -> str | None:
+def _find_cut(evidence: Evidence) -> str | None:
     """Most rollouts are cut by a limit of tokens."""
     steps = evidence.get_recent(5)
     statuses = ["counters/status/truncated", "counters/status/max_tokens"]
@@ -310,7 +310,7 @@ def find_cut(evidence: Evidence) -> str | None:
     return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} were cut at a limit of tokens{length}"
 
 
-def find_many_turns(evidence: Evidence) -> str | None:
+def _find_many_turns(evidence: Evidence) -> str | None:
     """Most rollouts use up their turns."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["counters/status/max_turns"], "rollout/num_trajectories", least=0.8)
@@ -319,7 +319,7 @@ def find_many_turns(evidence: Evidence) -> str | None:
     return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} used up their turns"
 
 
-def find_failures(evidence: Evidence) -> str | None:
+def _find_failures(evidence: Evidence) -> str | None:
     """Rollouts fail by an exception of an environment, a reward or an engine."""
     steps = evidence.get_recent(1)
     found = _find_share(steps, ["counters/status/failed"], "rollout/num_trajectories", least=0.05)
@@ -330,7 +330,7 @@ def find_failures(evidence: Evidence) -> str | None:
     return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} failed{example}"
 
 
-def find_timeouts(evidence: Evidence) -> str | None:
+def _find_timeouts(evidence: Evidence) -> str | None:
     """Rollouts run out of time."""
     steps = evidence.get_recent(2)
     found = _find_share(steps, ["counters/status/timeout"], "rollout/num_trajectories", least=0.2)
@@ -339,7 +339,7 @@ def find_timeouts(evidence: Evidence) -> str | None:
     return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} ran out of time"
 
 
-def find_unscored(evidence: Evidence) -> str | None:
+def _find_unscored(evidence: Evidence) -> str | None:
     """No reward function has an opinion on most rollouts."""
     steps = evidence.get_recent(2)
     found = _find_share(steps, ["counters/dropped_rows/unscored"], "rollout/num_trajectories", least=0.5)
@@ -349,7 +349,7 @@ def find_unscored(evidence: Evidence) -> str | None:
     return f"{found[0]} of {found[1]} rollouts {span} have no reward: each function returned None"
 
 
-def find_lonely_groups(evidence: Evidence) -> str | None:
+def _find_lonely_groups(evidence: Evidence) -> str | None:
     """Groups are left with one member or none, so nothing is compared."""
     steps = evidence.get_recent(2)
     groups, compared = _sum(steps, "groups/num"), _sum(steps, "groups/num_compared")
@@ -361,7 +361,7 @@ def find_lonely_groups(evidence: Evidence) -> str | None:
     )
 
 
-def find_reward_range(evidence: Evidence) -> str | None:
+def _find_reward_range(evidence: Evidence) -> str | None:
     """Rewards are huge, or differ by less than rounding may."""
     steps = evidence.get_recent(1)
     if not steps or steps[-1].get("reward/max") is None:
@@ -373,7 +373,7 @@ def find_reward_range(evidence: Evidence) -> str | None:
     return f"rewards are from {low:.6g} to {high:.6g} in the last step"
 
 
-def find_forks(evidence: Evidence) -> str | None:
+def _find_forks(evidence: Evidence) -> str | None:
     """Most turns do not continue the one before."""
     steps = evidence.get_recent(3)
     turns = sum(_get(step, "rollout/turns_mean") * _get(step, "rollout/num_trajectories") for step in steps)
@@ -387,7 +387,7 @@ def find_forks(evidence: Evidence) -> str | None:
     )
 
 
-def find_no_learning_rate(evidence: Evidence) -> str | None:
+def _find_no_learning_rate(evidence: Evidence) -> str | None:
     """Updates are made with a learning rate of 0."""
     steps = evidence.get_recent(3)
     if not _are_all(steps, "train/learning_rate", lambda value: value == 0):
@@ -395,7 +395,7 @@ def find_no_learning_rate(evidence: Evidence) -> str | None:
     return f"the learning rate is 0 in the last {len(steps)} updates: the weights do not change"
 
 
-def find_no_gradient(evidence: Evidence) -> str | None:
+def _find_no_gradient(evidence: Evidence) -> str | None:
     """There are rows to train on, and no gradient."""
     steps = evidence.get_recent(2)
     if not _are_all(steps, "train/grad_norm", lambda value: value < 1e-12):
@@ -405,7 +405,7 @@ def find_no_gradient(evidence: Evidence) -> str | None:
     )
 
 
-def find_small_updates(evidence: Evidence) -> str | None:
+def _find_small_updates(evidence: Evidence) -> str | None:
     """The policy does not move, after many updates."""
     steps = evidence.get_recent(20)
     if (
@@ -420,7 +420,7 @@ def find_small_updates(evidence: Evidence) -> str | None:
     )
 
 
-def find_clipping(evidence: Evidence) -> str | None:
+def _find_clipping(evidence: Evidence) -> str | None:
     """Much of each update is clipped away."""
     steps = evidence.get_recent(3)
     if not _are_all(steps, "train/clip_fraction", lambda value: value > 0.3):
@@ -431,7 +431,7 @@ def find_clipping(evidence: Evidence) -> str | None:
     )
 
 
-def find_large_updates(evidence: Evidence) -> str | None:
+def _find_large_updates(evidence: Evidence) -> str | None:
     """The policy moves far within a step."""
     steps = evidence.get_recent(3)
     if not _are_all(steps, "train/k3", lambda value: value > 0.1):
@@ -442,7 +442,7 @@ def find_large_updates(evidence: Evidence) -> str | None:
     )
 
 
-def find_large_gradients(evidence: Evidence) -> str | None:
+def _find_large_gradients(evidence: Evidence) -> str | None:
     """Gradients have become far larger than they were."""
     norms = [each for step in evidence.last if (each := step.get("train/grad_norm")) is not None]
     if len(norms) < 4 or norms[-1] < 100 or norms[-1] < 100 * median(norms[:-1]):
@@ -450,7 +450,7 @@ def find_large_gradients(evidence: Evidence) -> str | None:
     return f"the gradient's norm is {norms[-1]:.3g}, and {median(norms[:-1]):.3g} in the steps before"
 
 
-def find_mismatch(evidence: Evidence) -> str | None:
+def _find_mismatch(evidence: Evidence) -> str | None:
     """The sampler has another policy than the trainer, at the same weights."""
     steps = evidence.get_recent(1)
     if not _are_all(steps, "mismatch/k3_lag_0", lambda value: value > 0.01):
@@ -459,7 +459,7 @@ def find_mismatch(evidence: Evidence) -> str | None:
     return f"sampler and trainer have two policies at the same weights (k3 {k3:.3g}, rounding is below 0.001)"
 
 
-def find_stale(evidence: Evidence) -> str | None:
+def _find_stale(evidence: Evidence) -> str | None:
     """Rollouts are of weights that are too old."""
     steps = evidence.get_recent(3)
     is_far = _are_all(steps, "mismatch/k3", lambda value: value > 0.05)
@@ -474,7 +474,7 @@ def find_stale(evidence: Evidence) -> str | None:
     )
 
 
-def find_not_finite(evidence: Evidence) -> str | None:
+def _find_not_finite(evidence: Evidence) -> str | None:
     """The run ended with a number that is none."""
     error = evidence.ending.error
     words = ("norm is nan", "norm is inf", " is nan", " is inf", "not finite", "non-finite", "nan or inf")
@@ -505,7 +505,7 @@ def _get_slow_steps(evidence: Evidence) -> Sequence[Numbers]:
     return steps if _are_all(steps, "seconds/wall", lambda value: value >= _MIN_WALL_S) else ()
 
 
-def find_other_work(evidence: Evidence) -> str | None:
+def _find_other_work(evidence: Evidence) -> str | None:
     """Much of the time is neither sampling nor training."""
     steps = _get_slow_steps(evidence)
     wall_s = _sum(steps, "seconds/wall")
@@ -515,7 +515,7 @@ def find_other_work(evidence: Evidence) -> str | None:
     return f"{taken_s / wall_s:.0%} of the time {_name_span(evidence, steps)} is seconds/{part}: {_PARTS[part]}"
 
 
-def find_slow_environment(evidence: Evidence) -> str | None:
+def _find_slow_environment(evidence: Evidence) -> str | None:
     """Sampling waits for tools, environments and rewards more than for the engine."""
     steps = _get_slow_steps(evidence)
     collect_s = _sum(steps, "seconds/collect")
@@ -535,7 +535,7 @@ def find_slow_environment(evidence: Evidence) -> str | None:
     )
 
 
-def find_slow_queue(evidence: Evidence) -> str | None:
+def _find_slow_queue(evidence: Evidence) -> str | None:
     """Requests wait in the engine's queue."""
     steps = _get_slow_steps(evidence)
     queue_s, engine_s = _sum(steps, "seconds/queue_mean"), _sum(steps, "seconds/engine_mean")
@@ -544,7 +544,7 @@ def find_slow_queue(evidence: Evidence) -> str | None:
     return f"{queue_s / engine_s:.0%} of the engine's time {_name_span(evidence, steps)} requests waited in its queue"
 
 
-def find_little_memory(evidence: Evidence) -> str | None:
+def _find_little_memory(evidence: Evidence) -> str | None:
     """The machine, or the container, has hardly any memory left."""
     steps = evidence.get_recent(1)
     if not _are_all(steps, "memory/available_share", lambda value: value < 0.03) or evidence.ending.status == "died":
@@ -567,7 +567,7 @@ def _is_memory_error(evidence: Evidence) -> bool:
     return any(words in evidence.ending.error.lower() for words in _MEMORY_ERRORS)
 
 
-def find_out_of_memory(evidence: Evidence) -> str | None:
+def _find_out_of_memory(evidence: Evidence) -> str | None:
     """The run ended for want of memory."""
     ending, last = evidence.ending, evidence.last
     if _is_memory_error(evidence):
@@ -587,9 +587,9 @@ def find_out_of_memory(evidence: Evidence) -> str | None:
     )
 
 
-def find_death(evidence: Evidence) -> str | None:
+def _find_death(evidence: Evidence) -> str | None:
     """The process is gone, and left no word."""
-    if evidence.ending.status != "died" or find_out_of_memory(evidence) is not None:
+    if evidence.ending.status != "died" or _find_out_of_memory(evidence) is not None:
         return None
     return (
         f"the run's process is gone without a word {_say_when(evidence)}: it was killed (kill -9, a scheduler, "
@@ -597,9 +597,9 @@ def find_death(evidence: Evidence) -> str | None:
     )
 
 
-def find_error(evidence: Evidence) -> str | None:
+def _find_error(evidence: Evidence) -> str | None:
     """The run ended with an error."""
-    if evidence.ending.status != "failed" or _is_memory_error(evidence) or find_not_finite(evidence) is not None:
+    if evidence.ending.status != "failed" or _is_memory_error(evidence) or _find_not_finite(evidence) is not None:
         return None
     return f"the run ended with an error {_say_when(evidence)}: {_shorten(evidence.ending.error)}"
 
@@ -619,7 +619,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="failures",
         topic=Topic.LEARNING,
-        find=find_failures,
+        find=_find_failures,
         when="at least 5 % of a step's rollouts failed by an exception",
         advice="read the exception: it is in your environment, tool, reward or agent, or in the engine. A rollout that "
         "fails is not trained on",
@@ -627,7 +627,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="tool-errors",
         topic=Topic.LEARNING,
-        find=find_tool_errors,
+        find=_find_tool_errors,
         when="at least 90 % of the tool calls of two steps raise, or take too long",
         advice="call the tool yourself with the arguments of a rollout; the policy learns to live without a tool that "
         "never answers",
@@ -635,7 +635,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="equal-rewards",
         topic=Topic.LEARNING,
-        find=find_equal_rewards,
+        find=_find_equal_rewards,
         when="all rewards of three steps are one number: others were never seen, or higher ones were",
         advice="try the reward function on an answer that you wrote yourself, a right and a wrong one: it may compare "
         "other texts than you think. If it is right, take problems that the policy solves sometimes, or more "
@@ -645,14 +645,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="solved",
         topic=Topic.LEARNING,
-        find=find_solved,
+        find=_find_solved,
         when="all rewards of three steps are the highest number that was seen, and lower ones were seen before",
         advice="if it is: `unbroken export RUN MODEL` writes the model; if not, take harder problems",
     ),
     Rule(
         name="same-completions",
         topic=Topic.LEARNING,
-        find=find_same_completions,
+        find=_find_same_completions,
         when="all rollouts that are looked at, of several problems, end with the same words, or all of "
         "each problem do, and the reward is not near its best",
         advice="the policy has collapsed, or never read the problem: look at the prompt of a rollout; then lower "
@@ -663,14 +663,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="entropy-fall",
         topic=Topic.LEARNING,
-        find=find_entropy_fall,
+        find=_find_entropy_fall,
         when="the entropy is below 0.05 nats and a tenth of what it was, and the reward has not risen",
         advice="lower the learning rate, set --trainer.entropy-control.target, or a higher temperature",
     ),
     Rule(
         name="no-variance",
         topic=Topic.LEARNING,
-        find=find_no_variance,
+        find=_find_no_variance,
         when="in 95 % of the groups of three steps all rewards are equal, though problems differ",
         advice="take problems that the policy solves sometimes, more rollouts of each (--rollouts.group-size), "
         "or replace such "
@@ -679,7 +679,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="cut",
         topic=Topic.LEARNING,
-        find=find_cut,
+        find=_find_cut,
         when="at least 90 % of the rollouts of five steps are cut by a limit of tokens, and the reward does not rise",
         advice="raise --rollouts.sampling.max-tokens, ask for shorter answers in the prompt, or see that the "
         "model ends its "
@@ -688,14 +688,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="turns",
         topic=Topic.LEARNING,
-        find=find_many_turns,
+        find=_find_many_turns,
         when="at least 80 % of the rollouts of three steps use up their turns, and the reward does not rise",
         advice="raise --rollouts.limits.max-turns, or have the environment end the episode",
     ),
     Rule(
         name="parse-failures",
         topic=Topic.LEARNING,
-        find=find_parse_failures,
+        find=_find_parse_failures,
         when="at least half of the tool calls of three steps cannot be read, and the reward does not rise",
         advice="look at a call as it was sampled: the model may call in another format than its template "
         "(`unbroken audit MODEL`), or be too small for it",
@@ -703,7 +703,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="wrong-calls",
         topic=Topic.LEARNING,
-        find=find_wrong_calls,
+        find=_find_wrong_calls,
         when="at least 90 % of the tool calls of five steps name no tool or have wrong arguments, and the reward "
         "does not rise",
         advice="give tools simple names and few arguments, describe them with an example, and see in a rollout "
@@ -713,7 +713,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="unused-tools",
         topic=Topic.LEARNING,
-        find=find_unused_tools,
+        find=_find_unused_tools,
         when="there are tools and no call in three steps, and the reward does not rise",
         advice="see in a rollout that the prompt shows the tools (`unbroken audit MODEL` says whether the "
         "template does), and say "
@@ -722,7 +722,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="timeouts",
         topic=Topic.LEARNING,
-        find=find_timeouts,
+        find=_find_timeouts,
         when="at least 20 % of the rollouts of two steps run out of time",
         advice="raise --rollouts.limits.timeout-s, or make tools and environment faster: their times are in each "
         "rollout",
@@ -730,21 +730,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="unscored",
         topic=Topic.LEARNING,
-        find=find_unscored,
+        find=_find_unscored,
         when="at least half of the rollouts of two steps have no reward",
         advice="return a number where a reward function has an opinion: None is for rollouts that it does not judge",
     ),
     Rule(
         name="lonely-groups",
         topic=Topic.LEARNING,
-        find=find_lonely_groups,
+        find=_find_lonely_groups,
         when="more than half of the groups of two steps have fewer than two rollouts left",
         advice="look for rollouts that failed, were aborted or have no reward, or raise --rollouts.group-size",
     ),
     Rule(
         name="forks",
         topic=Topic.LEARNING,
-        find=find_forks,
+        find=_find_forks,
         when="at least half of the later turns of three steps do not continue the ids so far",
         advice="the template or the agent rewrites what was said: each such turn is a row of its own, which "
         "costs time and "
@@ -753,7 +753,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="no-learning-rate",
         topic=Topic.LEARNING,
-        find=find_no_learning_rate,
+        find=_find_no_learning_rate,
         when="the learning rate is 0 in three steps",
         advice="set --trainer.optimizer.learning-rate, or a schedule that does not end before the run "
         "(--trainer.optimizer.decay-updates)",
@@ -761,21 +761,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="small-updates",
         topic=Topic.LEARNING,
-        find=find_small_updates,
+        find=_find_small_updates,
         when="the learning rate is below 1e-8 in twenty steps, and the reward does not rise",
         advice="raise --trainer.optimizer.learning-rate: 1e-6 is usual for all weights, 1e-5 to 1e-4 with LoRA",
     ),
     Rule(
         name="no-gradient",
         topic=Topic.LEARNING,
-        find=find_no_gradient,
+        find=_find_no_gradient,
         when="the gradient is 0 in two steps that have rows",
         advice="look at your loss or advantages (--loss, --advantages): they return nothing that depends on the policy",
     ),
     Rule(
         name="reward-range",
         topic=Topic.NUMBERS,
-        find=find_reward_range,
+        find=_find_reward_range,
         when="a reward is beyond 1,000, or all differ by less than a ten-thousandth of their size",
         advice="scale rewards to about 0 to 1: one that is huge drowns all others, and float32 rounds small "
         "differences away",
@@ -783,7 +783,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="not-finite",
         topic=Topic.NUMBERS,
-        find=find_not_finite,
+        find=_find_not_finite,
         when="a run ended because a gradient, a loss or a metric is NaN or infinite",
         advice="the update was not made, so the last checkpoint is sound: lower the learning rate, scale rewards "
         "down, and see "
@@ -792,7 +792,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="large-gradients",
         topic=Topic.NUMBERS,
-        find=find_large_gradients,
+        find=_find_large_gradients,
         when="the gradient's norm is above 100 and 100 times what it was",
         advice="look at the rewards and rollouts of this step, and lower the learning rate or "
         "--trainer.optimizer.max-grad-norm",
@@ -800,42 +800,42 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="large-updates",
         topic=Topic.NUMBERS,
-        find=find_large_updates,
+        find=_find_large_updates,
         when="train/k3 is above 0.1 in three steps",
         advice="lower the learning rate or --trainer.num-iterations",
     ),
     Rule(
         name="clipping",
         topic=Topic.NUMBERS,
-        find=find_clipping,
+        find=_find_clipping,
         when="more than 30 % of the tokens of three steps are clipped",
         advice="lower the learning rate or --trainer.num-iterations",
     ),
     Rule(
         name="mismatch",
         topic=Topic.NUMBERS,
-        find=find_mismatch,
+        find=_find_mismatch,
         when="mismatch/k3_lag_0 is above 0.01",
         advice="see docs/engines.md#one-policy, and `unbroken numerics MODEL` for what this machine does",
     ),
     Rule(
         name="stale",
         topic=Topic.NUMBERS,
-        find=find_stale,
+        find=_find_stale,
         when="rollouts of older weights have mismatch/k3 above 0.05, or 30 % of their tokens corrected, in three steps",
         advice="lower --loop.max-staleness or the learning rate (docs/sampling-ahead.md)",
     ),
     Rule(
         name="other-work",
         topic=Topic.SLOW,
-        find=find_other_work,
+        find=_find_other_work,
         when="40 % of three steps of five seconds and more is one part that neither samples nor trains",
         advice="do that less often; the run's timeline shows when (docs/runs.md#timeline)",
     ),
     Rule(
         name="slow-environment",
         topic=Topic.SLOW,
-        find=find_slow_environment,
+        find=_find_slow_environment,
         when="sampling is most of three steps of five seconds and more, and half of it is outside of the engine",
         advice="make tools and rewards asynchronous or faster, sample while training (--loop.max-staleness 1), "
         "or in processes of "
@@ -844,14 +844,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="slow-queue",
         topic=Topic.SLOW,
-        find=find_slow_queue,
+        find=_find_slow_queue,
         when="half of the engine's time is its queue",
         advice="give the engine more memory or more GPUs, or fewer rollouts at once (--loop.max-groups-in-flight)",
     ),
     Rule(
         name="little-memory",
         topic=Topic.MEMORY,
-        find=find_little_memory,
+        find=_find_little_memory,
         when="less than 3 % of the memory of the machine or container is available",
         advice="the kernel may end the run without a word: take fewer rollouts at once, fewer samplers, or a "
         "machine with more "
@@ -860,7 +860,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="out-of-memory",
         topic=Topic.MEMORY,
-        find=find_out_of_memory,
+        find=_find_out_of_memory,
         when="a run ended with an error of memory, or its process is gone and the kernel has ended processes for "
         "memory",
         advice="on a GPU set trainer.tokens_per_micro_batch or trainer.gradient_checkpointing, use LoRA "
@@ -872,14 +872,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="died",
         topic=Topic.ENDED,
-        find=find_death,
+        find=_find_death,
         when="its process is gone and has not said how it ended",
         advice="look into the log of your scheduler and `dmesg`; the same command continues from the last checkpoint",
     ),
     Rule(
         name="error",
         topic=Topic.ENDED,
-        find=find_error,
+        find=_find_error,
         when="it ended with any other error",
         advice="`traceback.txt` in its folder has the lines if the error is in your own code; the same command "
         "continues from "
