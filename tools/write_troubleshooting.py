@@ -22,7 +22,7 @@ def make_page(text: str) -> str:
         if not pattern.search(text):
             raise ValueError(f"{PAGE} must have the lines {begin!r} and {END!r}")
         table = begin + make_table(topic) + END
-        text = pattern.sub(lambda _, table=table: table, text)  # the table may hold backslashes
+        text = pattern.sub(table.replace("\\", r"\\"), text)
     return text
 
 

@@ -149,7 +149,7 @@ def read_evidence(folder: Path) -> Evidence:
     records = _read_newest(folder, FOLDER)
     if evidence.num_steps == 0 and not records and (evaluated := _read_evaluation(folder)):
         notes = tuple(map(RolloutNote.of, choose_evenly(_group(evaluated))))
-        return replace(evidence, is_evaluation=True).add_step(count_records(evaluated), notes=notes)
+        return replace(evidence, is_evaluation=True).add_step(_count_records(evaluated), notes=notes)
     return replace(evidence, notes=tuple(map(RolloutNote.of, choose_evenly(_group(records)))))
 
 
@@ -171,7 +171,7 @@ def read_steps(folder: Path) -> list[Numbers]:
     return [steps[step] for step in sorted(steps)]
 
 
-def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
+def _count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
     """The metrics of rollouts, as far as their records tell, by the names that those of a step have."""
     counts: Counter[str] = Counter()
     rewards: list[float] = []

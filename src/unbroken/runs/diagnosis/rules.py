@@ -71,7 +71,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def is_learning(evidence: Evidence) -> bool:
+def _is_learning(evidence: Evidence) -> bool:
     """Whether the mean reward has risen by more than twice its standard error, from the first steps to the newest.
 
     Worked example, 4 steps of 64 rollouts with the means 0.1 0.1 0.3 0.3, and a standard deviation of 0.4: the mean of
@@ -211,7 +211,7 @@ def _find_same_completions(evidence: Evidence) -> str | None:
     """The policy says the same to different problems, or to one problem each time."""
     notes = [note for note in evidence.notes if note.error is None]
     steps = evidence.get_recent(2)
-    if len(notes) < _MIN_ROLLOUTS or not steps or is_learning(evidence) or _is_at_best(evidence, steps):
+    if len(notes) < _MIN_ROLLOUTS or not steps or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
     groups = {note.group for note in notes}
     texts = {(note.group, note.given) for note in notes}
@@ -227,7 +227,7 @@ def _find_same_completions(evidence: Evidence) -> str | None:
 def _find_entropy_fall(evidence: Evidence) -> str | None:
     """The policy has become nearly deterministic, and the reward is no better."""
     steps, first = evidence.get_recent(3), [each for each in evidence.first if each.get("train/entropy") is not None]
-    if not first or is_learning(evidence) or _is_at_best(evidence, steps):
+    if not first or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
     before = fmean(_get(step, "train/entropy") for step in first)
     bound = min(0.05, 0.1 * before)
@@ -257,7 +257,7 @@ def _find_wrong_calls(evidence: Evidence) -> str | None:
     steps = evidence.get_recent(5)
     failures = ["counters/tool_errors/unknown_tool", "counters/tool_errors/invalid_arguments"]
     found = _find_share(steps, failures, "rollout/num_tool_calls", least=0.9, less=["counters/parse_failures"])
-    if found is None or is_learning(evidence):
+    if found is None or _is_learning(evidence):
         return None
     answer = next((note.tool_answer for note in evidence.notes if note.tool_answer is not None), None)
     example = "" if answer is None else f"; the policy gets {_quote(answer)}"
@@ -271,7 +271,7 @@ def _find_parse_failures(evidence: Evidence) -> str | None:
     """Most calls cannot be read."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["counters/parse_failures"], "rollout/num_tool_calls", least=0.5)
-    if found is None or is_learning(evidence):
+    if found is None or _is_learning(evidence):
         return None
     return (
         f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} could not be "
@@ -285,7 +285,7 @@ def _find_unused_tools(evidence: Evidence) -> str | None:
     with_tools = sum(note.has_tools for note in evidence.notes)
     number = round(_sum(steps, "rollout/num_trajectories"))
     is_called = _sum(steps, "rollout/num_tool_calls") > 0
-    if is_called or not with_tools or number < _MIN_ROLLOUTS or is_learning(evidence) or _is_at_best(evidence, steps):
+    if is_called or not with_tools or number < _MIN_ROLLOUTS or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
     return f"none of {number} rollouts {_name_span(evidence, steps)} has called a tool, and they have tools"
 
@@ -303,7 +303,7 @@ def _find_cut(evidence: Evidence) -> str | None:
     steps = evidence.get_recent(5)
     statuses = ["counters/status/truncated", "counters/status/max_tokens"]
     found = _find_share(steps, statuses, "rollout/num_trajectories", least=0.9)
-    if found is None or is_learning(evidence) or _is_at_best(evidence, steps):
+    if found is None or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
     longest = max((_get(step, "rollout/completion_tokens_max") for step in steps), default=0.0)
     length = f"; the longest has {longest:.0f} tokens" if longest else ""
@@ -314,7 +314,7 @@ def _find_many_turns(evidence: Evidence) -> str | None:
     """Most rollouts use up their turns."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["counters/status/max_turns"], "rollout/num_trajectories", least=0.8)
-    if found is None or is_learning(evidence) or _is_at_best(evidence, steps):
+    if found is None or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
     return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} used up their turns"
 
@@ -410,7 +410,7 @@ def _find_small_updates(evidence: Evidence) -> str | None:
     steps = evidence.get_recent(20)
     if (
         len(steps) < 20
-        or is_learning(evidence)
+        or _is_learning(evidence)
         or not _are_all(steps, "train/learning_rate", lambda value: 0 < value < 1e-8)
     ):
         return None
