@@ -240,44 +240,11 @@ class EvaluationConfig:
     """A rollout passes, for pass@k, if its reward is at least this."""
     sampling: SamplingParams | None = None
     """How to sample in evaluations, without restriction; if left out, as in `rollouts`."""
-    engine: EngineConfig | None = None
-    """Servers for evaluations alone (kind server), which get each version that is evaluated while training continues;
-    if left out, the training's engine."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_problems", 0), ("num_samples", 1), ("every", 0)):
             if (value := getattr(self, name)) < least:
                 raise InvalidInputError(f"{name} must be >= {least}, got {value}")
-        if self.engine is not None and self.engine.kind is not EngineKind.SERVER:
-            raise InvalidInputError(
-                f"engine.kind must be server for evaluations, got {self.engine.kind}: start one with `unbroken serve`, "
-                "or leave engine out to evaluate on the training's"
-            )
-
-    def check_engine(self, training: EngineConfig) -> None:
-        """Raise `InvalidInputError` unless the evaluations' servers are others than the training's."""
-        if self.engine is None:
-            return
-        if shared := sorted(set(self.engine.urls) & set(training.urls)):
-            raise InvalidInputError(
-                f"evaluation.engine.urls must be other servers than engine.urls, got {shared} in both: they would get "
-                "weights for both. Leave evaluation.engine out to evaluate on the training's"
-            )
-        if self.engine.urls_file is not None and self.engine.urls_file == training.urls_file:
-            raise InvalidInputError(
-                "evaluation.engine.urls_file must be another file than engine.urls_file, because servers would get "
-                f"weights for both, got {training.urls_file} for both"
-            )
-        if self.engine.versions_to is not None and self.engine.versions_to == training.versions_to:
-            raise InvalidInputError(
-                "evaluation.engine.versions_to must be another store than engine.versions_to, because each removes old "
-                f"versions, got {self.engine.versions_to} for both"
-            )
-        if self.engine.weights_dir is not None and self.engine.weights_dir == training.weights_dir:
-            raise InvalidInputError(
-                "evaluation.engine.weights_dir must be another folder than engine.weights_dir, because each removes "
-                f"old versions, got {self.engine.weights_dir} for both"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -513,7 +480,6 @@ class RunConfig:
                 f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
         self.rollouts.check_engine(self.engine.kind)
-        self.evaluation.check_engine(self.engine)
 
     def _check_lora(self) -> None:
         """Raise `InvalidInputError` for what only adapters have, where there are none."""

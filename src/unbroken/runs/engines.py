@@ -99,7 +99,6 @@ async def open_engine(
     adapter_rank: int | None = None,
     records_routing: bool = False,
     numerics: Numerics = Numerics.FAST,
-    name: str = "engine",
     is_trained: bool = True,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
@@ -107,13 +106,13 @@ async def open_engine(
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
     as updates. With `records_routing`, they record the experts that compute each id; servers that run already must,
-    and have these `numerics`. `name` is that of `config` in error messages. Untrained models are not copied.
+    and have these `numerics`. Untrained models are not copied.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
-    weights = config.weights_dir or output / ("weights" if name == "engine" else "weights-of-evaluation")
+    weights = config.weights_dir or output / "weights"
     vocab_size = None if model is None else len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
@@ -131,18 +130,18 @@ async def open_engine(
                 command = _serve_command(config, source, weights, adapter_rank, records_routing, numerics)
                 server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
-            found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, name, vocab_size))
-        _check_engine(found.engine, vocab_size, numerics, name)
+            found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
+        _check_engine(found.engine, vocab_size, numerics)
         yield found
 
 
-def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics, name: str) -> None:
+def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> None:
     if vocab_size is not None:
         check_vocabulary(engine, vocab_size)
     own = getattr(engine, "numerics", Numerics.FAST)
     if numerics is Numerics.EXACT and own is not numerics:
         raise InvalidInputError(
-            f"trainer.numerics must be fast with {name}, whose numerics are {own}, got exact: start its servers with "
+            f"trainer.numerics must be fast with an engine whose numerics are {own}, got exact: start its servers with "
             "--numerics exact"
         )
 
@@ -165,7 +164,7 @@ def check_embedded(config: RunConfig, model_config: Any) -> None:
     own = config.evaluation.sampling
     asked = {"rollouts.sampling": config.rollouts.sampling} | ({} if own is None else {"evaluation.sampling": own})
     for name, sampling in asked.items():
-        if sampling.stop_strings and (name == "rollouts.sampling" or config.evaluation.engine is None):
+        if sampling.stop_strings:
             raise InvalidInputError(
                 f"{name}.stop_strings must be left out with engine.kind embedded, which knows ids and no text, got "
                 f"{list(sampling.stop_strings)}: take {name}.stop_token_ids, or engine.kind started"
@@ -259,7 +258,6 @@ async def _connect(
     weights: Path,
     rank: Rank,
     device: Any,
-    name: str,
     vocab_size: int | None,
 ) -> AsyncIterator[RunEngine]:
     try:
@@ -268,12 +266,12 @@ async def _connect(
         from unbroken.weights.disk import DiskPublisher
         from unbroken.weights.store import VersionStore
     except ModuleNotFoundError as error:
-        raise missing_extra(error, f"{name}.kind {config.kind} needs the client extra", "client") from error
+        raise missing_extra(error, f"engine.kind {config.kind} needs the client extra", "client") from error
     async with AsyncExitStack() as stack:
-        engine = await connect_servers(stack, config, servers, name=name, vocab_size=vocab_size)
+        engine = await connect_servers(stack, config, servers, vocab_size=vocab_size)
         publisher: WeightPublisher | None = None
         if rank.index == 0:
-            key = read_key(config.api_key_file, field=f"{name}.api_key_file")
+            key = read_key(config.api_key_file, field="engine.api_key_file")
             # One retry: a server that goes away in an update shall not hold the others up for long.
             make_client = partial(
                 AsyncClient, api_key=key, max_retries=1 if isinstance(servers, EngineDirectory) else 4
@@ -368,13 +366,12 @@ async def connect_servers(
     config: EngineConfig,
     servers: Sequence[str] | EngineDirectory,
     *,
-    name: str = "engine",
     vocab_size: int | None = None,
 ) -> HttpEngine:
     """Connect to servers, until the stack is closed; raises as `HttpEngine.connect`."""
     from unbroken.engines.http import HttpEngine
 
-    key = read_key(config.api_key_file, field=f"{name}.api_key_file")
+    key = read_key(config.api_key_file, field="engine.api_key_file")
     engine = await HttpEngine.connect(servers, api_key=key, wait_s=config.wait_s, vocab_size=vocab_size)
     stack.push_async_callback(engine.close)
     return engine

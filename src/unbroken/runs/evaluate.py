@@ -204,11 +204,7 @@ def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[Evalua
     for field, value in (("samplers", config.rollouts.samplers), ("listen", config.rollouts.listen)):
         if value:
             raise InvalidInputError(f"rollouts.{field} must be left out with `unbroken eval`, got {value}")
-    return replace(
-        config,
-        evaluation=replace(config.evaluation, engine=None),
-        trainer=replace(config.trainer, routing_replay=False),
-    )
+    return replace(config, trainer=replace(config.trainer, routing_replay=False))
 
 
 def _size(each: EvaluationSet, config: RunConfig, num_problems: int | None, num_samples: int | None) -> EvaluationSet:
@@ -380,8 +376,8 @@ class _Evaluation:
         async with AsyncExitStack() as stack:
             engine, loaded = await _open_engine(stack, model, config, None if images is None else images.processor)
             await self._check(model, engine, renderer, loaded)
-            opened = await opener.open(stack, engine=engine, evaluation_engine=None, renderer=renderer, images=images)
-            yield make_evaluators(self.sets, config.evaluation, opened.evaluation, **shared)
+            opened = await opener.open(stack, engine=engine, renderer=renderer, images=images)
+            yield make_evaluators(self.sets, config.evaluation, opened, **shared)
 
     async def _check(self, model: EvaluatedModel, engine: Any, renderer: Renderer, loaded: Any) -> None:
         from unbroken.runs.policy_check import can_check_cheaply, check_against_folder

@@ -165,15 +165,14 @@ _OTHER_FORMATS = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pth", "original/*"
 
 def check_config_changes(source: str | Path, config: RunConfig) -> None:
     """Raise `InvalidInputError` if keyword arguments change the model's config, and an engine would not have it."""
-    kwargs, kinds = config.model_settings.kwargs, [config.engine.kind]
-    kinds += [config.evaluation.engine.kind] if config.evaluation.engine is not None else []
-    if not kwargs or set(kinds) == {EngineKind.EMBEDDED}:
+    kwargs, kind = config.model_settings.kwargs, config.engine.kind
+    if not kwargs or kind is EngineKind.EMBEDDED:
         return
     own = AutoConfig.from_pretrained(locate(source))
     if changed := sorted(name for name in kwargs if hasattr(own, name)):
         raise InvalidInputError(
             f"model_settings.kwargs must not change the model's config ({', '.join(changed)}) with engine.kind "
-            f"{kinds[-1]}, whose engine loads the model's own: change config.json in a copy of the model"
+            f"{kind}, whose engine loads the model's own: change config.json in a copy of the model"
         )
 
 

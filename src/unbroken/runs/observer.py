@@ -74,8 +74,7 @@ class TrainingObserver(RunObserver):
         config: RunConfig,
         trainer: Trainer,
         engine: RunEngine,
-        evaluation_engine: RunEngine | None,
-        checks: Sequence[PolicyCheck],
+        check: PolicyCheck,
         models: KeptModels,
         evaluations: Evaluations,
         background: BackgroundEvaluations | None,
@@ -84,15 +83,11 @@ class TrainingObserver(RunObserver):
         metrics: MetricsWriter | None,
         profiler: StepProfiler,
     ) -> None:
-        """With `loop.max_staleness` or `evaluation.engine`, `background` is there: it evaluates while steps go on.
-
-        `checks` begin with that of the engine that samples for training.
-        """
+        """With `loop.max_staleness`, `background` is there: it evaluates while steps go on."""
         self.before_update = engine.before_update
         self._config = config
         self._trainer = trainer
-        self._evaluation_engine = evaluation_engine
-        self._checks = checks
+        self._check = check
         self._models = models
         self._evaluations = evaluations
         self._background = background
@@ -111,14 +106,13 @@ class TrainingObserver(RunObserver):
         """Profile the step if the config says so."""
         return self._profiler.step(step)
 
-    async def check_policies(self) -> None:
-        """Compare the engines' policies with the trainer's, whose weights they have; raises as `PolicyCheck.run`."""
-        for check in self._checks:
-            self._progress.console.print(await check.run(), soft_wrap=True, highlight=False)
+    async def check_policy(self) -> None:
+        """Compare the engine's policy with the trainer's, whose weights it has; raises as `PolicyCheck.run`."""
+        self._progress.console.print(await self._check.run(), soft_wrap=True, highlight=False)
 
     async def on_resume(self) -> None:
-        """Compare the engine's policy; that of evaluations has older weights until its next one."""
-        self._progress.console.print(await self._checks[0].run(), soft_wrap=True, highlight=False)
+        """Compare the engine's policy, now that it has its weights."""
+        await self.check_policy()
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """Record the step's rollouts, and show and log a table of some."""
@@ -153,13 +147,8 @@ class TrainingObserver(RunObserver):
     def needs_engine(self, num_steps: int) -> bool:
         """Whether an evaluation on the training's engine begins after this number of steps."""
         if self._background is not None:
-            return self._background.needs_engine(num_steps)
+            return self._background.is_due(num_steps)
         return self._evaluations.is_due(num_steps, last=self._config.loop.num_steps)
-
-    def get_newest_version(self) -> int:
-        """The weights that the servers of evaluations have."""
-        own = self._evaluation_engine
-        return 0 if own is None else own.engine.policy_version
 
 
 def _format_cell(cell: Any) -> str:

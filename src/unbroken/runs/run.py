@@ -27,7 +27,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
-from unbroken.runs.evaluation.background import BackgroundEvaluations, EvaluationServers
+from unbroken.runs.evaluation.background import BackgroundEvaluations
 from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.export.files import create_repository, upload
@@ -58,7 +58,6 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads
-from unbroken.training.publication import Snapshots
 from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics
 
@@ -127,10 +126,6 @@ class OpenRun:
     engine: RunEngine
     sampler: Sampler
     """Samples the problems to train on."""
-    evaluation_engine: RunEngine | None
-    """The servers of `evaluation.engine`."""
-    evaluation_sampler: Sampler
-    """With the engine of evaluations."""
     trainer: Trainer
     model: Any
     """The trainer's."""
@@ -171,19 +166,14 @@ async def open_run(
         # The embedded engine copies the model it gets.
         sampled = load_whole() if parallel.is_sharded and config.engine.kind is EngineKind.EMBEDDED else policy
         processor = None if images is None else images.processor
-        engine, evaluation_engine = await _open_engines(
+        engine = await _open_engine(
             stack, config, sampled, source=model, device=accelerator.device, rank=rank, processor=processor
         )
         if processes is not None:
             stack.push_async_callback(processes.close)  # before its servers
-            await processes.open(engine, evaluation_engine)
-        opened = await samplers.open(
-            stack,
-            engine=engine.engine,
-            evaluation_engine=None if evaluation_engine is None else evaluation_engine.engine,
-            renderer=renderer,
-            images=images,
-            elsewhere=processes,
+            await processes.open(engine)
+        sampler = await samplers.open(
+            stack, engine=engine.engine, renderer=renderer, images=images, elsewhere=processes
         )
         # The engine has its copy by now: adapters are added to the model itself.
         if engine.engine.context_length and policy is not sampled:
@@ -195,9 +185,7 @@ async def open_run(
             source=locate(model),
             rank=rank,
             engine=engine,
-            sampler=opened.training,
-            evaluation_engine=evaluation_engine,
-            evaluation_sampler=opened.evaluation,
+            sampler=sampler,
             trainer=trainer,
             model=policy,
         )
@@ -237,7 +225,7 @@ def _warn(config: RunConfig, model: str | Path, accelerator: Accelerator) -> Non
         warn_about_memory(model, config, device_bytes=total, num_processes=accelerator.num_processes)
 
 
-async def _open_engines(
+async def _open_engine(
     stack: AsyncExitStack,
     config: RunConfig,
     policy: Any,
@@ -246,33 +234,24 @@ async def _open_engines(
     device: torch.device,
     rank: Rank,
     processor: ImageProcessor | None,
-) -> tuple[RunEngine, RunEngine | None]:
-    """Open the engine of training, and that of `evaluation.engine`; `policy` gets their rule for rotary factors."""
-    open_one = partial(
-        open_engine,
-        model=policy,
-        source=source,
-        output=config.output,
-        device=device,
-        rank=rank,
-        image_processor=processor,
-    )
+) -> RunEngine:
+    """Open the engine; `policy` gets its rule for rotary factors, which is that of trainer and reference too."""
     engine = await stack.enter_async_context(
-        open_one(
+        open_engine(
             config.engine,
+            model=policy,
+            source=source,
+            output=config.output,
+            device=device,
+            rank=rank,
+            image_processor=processor,
             adapter_rank=config.adapter_rank,
             records_routing=config.trainer.routing_replay,
             numerics=config.trainer.numerics,
         )
     )
-    evaluation_engine: RunEngine | None = None
-    if config.evaluation.engine is not None:
-        opening = open_one(config.evaluation.engine, name="evaluation.engine")
-        evaluation_engine = await stack.enter_async_context(opening)
-    for each in (engine, evaluation_engine):  # the engine's rule is that of trainer, reference and evaluations
-        if each is not None:
-            fix_rotary(policy, each.engine.context_length)
-    return engine, evaluation_engine
+    fix_rotary(policy, engine.engine.context_length)
+    return engine
 
 
 async def _train(
@@ -296,7 +275,7 @@ async def _train(
             evaluators=make_evaluators(
                 sets,
                 config.evaluation,
-                run.evaluation_sampler,
+                run.sampler,
                 seed=config.seed,
                 output=output,
                 rank=run.rank,
@@ -308,15 +287,14 @@ async def _train(
             metrics=records.metrics,
             timeline=records.timeline,
         )
-        snapshots = Snapshots(trainer, [run.engine.publisher], is_sender=run.rank.index == 0)
-        background = await _make_background(config, run, evaluations, snapshots)
-        if background is not None:
+        background: BackgroundEvaluations | None = None  # without staleness they are made between two steps
+        if config.loop.max_staleness > 0:
+            background = BackgroundEvaluations(evaluations, trainer, last=num_steps, outages=config.loop.outages)
             stack.push_async_callback(background.close)
-        alone = evaluations if background is None else background
         observer = _make_observer(config, run, records, models, evaluations, background)
         if not trainer.from_main_process(bool(find_checkpoints(checkpoints.folder))):
-            await observer.check_policies()  # a run that continues does so once its engines have its weights
-        await alone.evaluate(0, "before")
+            await observer.check_policy()  # a run that continues does so once its engine has its weights
+        await evaluations.evaluate(0, "before")
         stack.enter_context(keep_loop_responsive())
         await train(
             collector,
@@ -328,13 +306,12 @@ async def _train(
             checkpoints=checkpoints,
             engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
             timeline=records.timeline,
-            snapshots=snapshots,
         )
         if background is not None:
             await background.finish()
         with records.timeline.span("final model"):
             final = await asyncio.to_thread(models.write_final, num_steps)
-        rollouts = await alone.evaluate(num_steps, "after")
+        rollouts = await evaluations.evaluate(num_steps, "after")
         evaluations.log()
         records.progress.console.print(f"model in {final}")
     return final, rollouts
@@ -391,33 +368,6 @@ def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
     return Timeline(file, name=f"rank {rank.index}", rank=rank.index)
 
 
-async def _make_background(
-    config: RunConfig, run: OpenRun, evaluations: Evaluations, snapshots: Snapshots
-) -> BackgroundEvaluations | None:
-    """What evaluates during training; None if evaluations are made between two steps."""
-    own = run.evaluation_engine
-    if own is None and config.loop.max_staleness == 0:
-        return None
-    servers = None
-    if own is not None:
-        servers = await EvaluationServers.open(
-            own.engine, own.publisher, trainer=run.trainer, snapshots=snapshots, timeline=evaluations.timeline
-        )
-    return BackgroundEvaluations(
-        evaluations, run.trainer, last=config.loop.num_steps, servers=servers, outages=config.loop.outages
-    )
-
-
-def _make_checks(config: RunConfig, run: OpenRun) -> list[PolicyCheck]:
-    """The check of the engine, then that of the engine of evaluations."""
-    chosen = partial(choose_max_k3, config, model=run.model)
-    checks = [PolicyCheck(trainer=run.trainer, sampler=run.sampler, max_k3=chosen(engine=config.engine))]
-    if config.evaluation.engine is not None:
-        max_k3, name = chosen(engine=config.evaluation.engine), "evaluation.engine"
-        checks.append(PolicyCheck(trainer=run.trainer, sampler=run.evaluation_sampler, max_k3=max_k3, name=name))
-    return checks
-
-
 def _make_observer(
     config: RunConfig,
     run: OpenRun,
@@ -430,8 +380,9 @@ def _make_observer(
         config=config,
         trainer=run.trainer,
         engine=run.engine,
-        evaluation_engine=run.evaluation_engine,
-        checks=_make_checks(config, run),
+        check=PolicyCheck(
+            trainer=run.trainer, sampler=run.sampler, max_k3=choose_max_k3(config, config.engine, run.model)
+        ),
         models=models,
         evaluations=evaluations,
         background=background,

@@ -1,4 +1,4 @@
-"""Open the samplers of a run, on engines that are open: that of the problems to train on, and that of evaluations.
+"""Open the sampler of a run on an engine that is open; evaluations sample their own problems with it.
 
 Problems that agents attempt need a gateway, which is opened here too. With `rollouts.samplers` and `rollouts.listen`
 groups are sampled in other processes. Each runs the recipe again up to `train_model`, so it has the problems, of
@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +51,7 @@ from unbroken.runs.models import (
 )
 from unbroken.runs.processes import SAMPLER_KEY, Rank, without_launcher
 from unbroken.runs.recipe import OpenRecipe, SamplerRole, open_recipe
-from unbroken.runs.settings import describe, redact
+from unbroken.runs.settings import describe
 from unbroken.training.waits import log_waiting
 from unbroken.types import SamplingParams
 
@@ -60,20 +60,8 @@ _MAX_RETRIES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samplers:
-    """The samplers of a process."""
-
-    training: Sampler
-    evaluation: Sampler
-
-    def get(self, *, is_evaluation: bool) -> Sampler:
-        """That of evaluations, or that of training."""
-        return self.evaluation if is_evaluation else self.training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOpener:
-    """Opens samplers of one model for the problems of a run."""
+    """Opens the sampler of one model for the problems of a run."""
 
     config: RunConfig
     source: str | Path
@@ -88,12 +76,6 @@ class SamplerOpener:
         if config.trainer.routing_replay and self.train_on.agent is not None:
             raise InvalidInputError(
                 "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
-            )
-        has_own_engine = config.evaluation.engine is not None
-        if has_own_engine and _have_agents(self.evaluate_on) and (config.sessions.url or config.sessions.store):
-            raise InvalidInputError(
-                "evaluation.engine with agents must have sessions.url and sessions.store left out, because evaluations "
-                f"get a gateway and a store of their own, got {redact([config.sessions.url, config.sessions.store])}"
             )
 
     @property
@@ -160,14 +142,13 @@ class SamplerOpener:
         stack: AsyncExitStack,
         *,
         engine: Engine,
-        evaluation_engine: Engine | None,
         renderer: Renderer,
         images: ImageInputs | None,
         elsewhere: SamplesElsewhere | None = None,
-    ) -> Samplers:
-        """Make the samplers, and open the gateways of problems with agents until the stack is closed.
+    ) -> Sampler:
+        """Make the sampler, and open the gateway of problems with agents until the stack is closed.
 
-        Without an engine of their own, evaluations have that of training. What samples `elsewhere` has gateways there.
+        What samples `elsewhere` has its gateway there.
         """
         sampler = Sampler(
             engine=engine,
@@ -179,22 +160,9 @@ class SamplerOpener:
             elsewhere=elsewhere,
         )
         if elsewhere is None and _have_agents(self.problems):
-            sampler = replace(sampler, sessions=await self._open_sessions(stack, self.config, engine, images))
-        if evaluation_engine is None:
-            return Samplers(training=sampler, evaluation=sampler)
-        sessions = sampler.sessions
-        if elsewhere is None and _have_agents(self.evaluate_on):
-            store = str(self.config.output / "sessions" / f"evaluation-{self.part}")
-            own = replace(self.config, sessions=replace(self.config.sessions, store=store))
-            sessions = await self._open_sessions(stack, own, evaluation_engine, images)
-        moved = replace(sampler, engine=evaluation_engine, sessions=sessions, returns_experts=False)
-        return Samplers(training=sampler, evaluation=moved)
-
-    async def _open_sessions(
-        self, stack: AsyncExitStack, config: RunConfig, engine: Engine, images: ImageInputs | None
-    ) -> SessionGateway:
-        opening = open_sessions(config, engine=engine, model=self.source, images=images, part=self.part)
-        return await stack.enter_async_context(opening)
+            opening = open_sessions(self.config, engine=engine, model=self.source, images=images, part=self.part)
+            sampler = replace(sampler, sessions=await stack.enter_async_context(opening))
+        return sampler
 
 
 def _have_agents(problems: Sequence[Problems]) -> bool:
@@ -257,19 +225,9 @@ def _locate_store(config: RunConfig, part: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Servers:
-    """The addresses of the servers, which are known once they have started."""
-
-    training: Sequence[str] | EngineDirectory
-    evaluation: Sequence[str] | EngineDirectory | None
-    """None where evaluations have no servers of their own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOrder:
     """What to sample."""
 
-    is_evaluation: bool
     problems: int
     """Which of `SamplerOpener.problems`."""
     number: int
@@ -280,9 +238,8 @@ class GroupOrder:
 
 @dataclass(frozen=True, slots=True)
 class NewestVersion:
-    """The servers of training, or of evaluations, have these weights; see `RequiresVersion`."""
+    """The servers have these weights; see `RequiresVersion`."""
 
-    is_evaluation: bool
     policy_version: int
 
 
@@ -305,7 +262,6 @@ class SamplerProcesses:
         self._pool = pool
         self._problems = opener.problems
         self._purpose = purpose
-        self._evaluation_engine: Any = None
 
     @classmethod
     async def start(cls, opener: SamplerOpener, rank: Rank) -> SamplerProcesses:
@@ -346,42 +302,27 @@ class SamplerProcesses:
             purpose = f"the samplers to start, whose output is in {logs}"
         return cls(pool, opener, purpose)
 
-    async def open(self, engine: RunEngine, evaluation_engine: RunEngine | None) -> None:
-        """Connect them to the servers that these engines are connected to; raises as `SamplerOpener` and its parts."""
-        others = None if evaluation_engine is None else evaluation_engine.servers
+    async def open(self, engine: RunEngine) -> None:
+        """Connect them to the servers that this engine is connected to; raises as `SamplerOpener` and its parts."""
+        from unbroken.engines.http import HttpEngine
+
         async with log_waiting(self._purpose):
-            await self._pool.open(Servers(training=engine.servers, evaluation=others))
-        _follow(engine, partial(self._tell_version, False))
-        if evaluation_engine is not None:
-            self._evaluation_engine = evaluation_engine.engine
-            _follow(evaluation_engine, partial(self._tell_version, True))
+            await self._pool.open(engine.servers)
+        assert isinstance(engine.engine, HttpEngine), "RunConfig has checked its kind"
+        engine.engine.followers.append(self._tell_version)
 
     async def sample_group(self, sampler: Sampler, number: int, *, size: int) -> TrajectoryGroup:
         """Sample as `sampler` would in this process."""
         problems = next(k for k, each in enumerate(self._problems) if each is sampler.problems)
-        order = GroupOrder(
-            is_evaluation=self._evaluation_engine is not None and sampler.engine is self._evaluation_engine,
-            problems=problems,
-            number=number,
-            size=size,
-            seed=sampler.seed,
-            sampling=sampler.sampling,
-        )
+        order = GroupOrder(problems=problems, number=number, size=size, seed=sampler.seed, sampling=sampler.sampling)
         return await self._pool.sample(order, name=f"problem {number} of {_name_problems(problems)}")
 
     async def close(self) -> None:
         """End them. Idempotent."""
         await self._pool.close()
 
-    def _tell_version(self, is_evaluation: bool, policy_version: int) -> None:
-        self._pool.tell(is_evaluation, NewestVersion(is_evaluation, policy_version))
-
-
-def _follow(engine: RunEngine, follower: Callable[[int], None]) -> None:
-    from unbroken.engines.http import HttpEngine
-
-    assert isinstance(engine.engine, HttpEngine), "RunConfig has checked its kind"
-    engine.engine.followers.append(follower)
+    def _tell_version(self, policy_version: int) -> None:
+        self._pool.tell(NewestVersion, NewestVersion(policy_version))
 
 
 def _name_problems(index: int) -> str:
@@ -410,33 +351,27 @@ async def run_as_sampler(
 class _Work:
     """See `unbroken.rollout.process.worker.Work`."""
 
-    def __init__(self, opener: SamplerOpener, samplers: Samplers) -> None:
+    def __init__(self, opener: SamplerOpener, sampler: Sampler) -> None:
         self._problems = opener.problems
-        self._samplers = samplers
+        self._sampler = sampler
 
     async def sample(self, order: GroupOrder) -> TrajectoryGroup:
-        sampler = self._samplers.get(is_evaluation=order.is_evaluation)
-        sampler = replace(sampler, problems=self._problems[order.problems], seed=order.seed, sampling=order.sampling)
+        problems = self._problems[order.problems]
+        sampler = replace(self._sampler, problems=problems, seed=order.seed, sampling=order.sampling)
         return await sampler.sample_group(order.number, size=order.size)
 
     def tell(self, news: NewestVersion) -> None:
-        engine = self._samplers.get(is_evaluation=news.is_evaluation).engine
+        engine = self._sampler.engine
         assert isinstance(engine, RequiresVersion), "it is connected to servers"
         engine.require_version(news.policy_version)
 
 
 @asynccontextmanager
-async def _open_work(opener: SamplerOpener, servers: Servers) -> AsyncIterator[_Work]:
+async def _open_work(opener: SamplerOpener, servers: Sequence[str] | EngineDirectory) -> AsyncIterator[_Work]:
     async with AsyncExitStack() as stack:
         images = opener.load_images()
         renderer = opener.load_renderer(images)
-        engine = await connect_servers(stack, opener.config.engine, servers.training)
-        evaluation_engine = None
-        if servers.evaluation is not None:
-            choice = opener.config.evaluation.engine or opener.config.engine
-            evaluation_engine = await connect_servers(stack, choice, servers.evaluation, name="evaluation.engine")
-        samplers = await opener.open(
-            stack, engine=engine, evaluation_engine=evaluation_engine, renderer=renderer, images=images
-        )
+        engine = await connect_servers(stack, opener.config.engine, servers)
+        sampler = await opener.open(stack, engine=engine, renderer=renderer, images=images)
         print(f"sampler {opener.part} is ready", flush=True)
-        yield _Work(opener, samplers)
+        yield _Work(opener, sampler)

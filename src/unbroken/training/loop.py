@@ -40,7 +40,6 @@ async def train(
     checkpoints: Checkpoints | None = None,
     engine: Engine | None = None,
     timeline: Timeline | None = None,
-    snapshots: Snapshots | None = None,
 ) -> None:
     """Train for `config.num_steps` steps on the groups of `source`, which samples with the weights last published.
 
@@ -54,11 +53,11 @@ async def train(
 
     With `checkpoints`, a killed run continues after the newest one: its weights are published, the metrics of its last
     step are written again in place of those from there on, and `observer` sees that step again. If an engine has newer
-    weights of a step that was lost (`engine`, `RunObserver.get_newest_version`), the version rises above theirs.
+    weights of a step that was lost, the version rises above theirs.
 
     `engine` is what `source` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
     the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
-    `timeline` is not closed. `snapshots` are the trainer's, if the observer takes copies of its weights too.
+    `timeline` is not closed.
 
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
@@ -73,7 +72,7 @@ async def train(
     timeline = timeline or Timeline()
     published_version = trainer.policy_version
     try:
-        last = None if checkpoints is None else await _resume(trainer, checkpoints, config, engine, observer)
+        last = None if checkpoints is None else await _resume(trainer, checkpoints, config, engine)
         if checkpoints is not None:
             async with fail_together(trainer):
                 if metrics is not None:
@@ -90,7 +89,7 @@ async def train(
             metrics=metrics,
             observer=observer,
             timeline=timeline,
-            snapshots=snapshots or Snapshots(trainer, [publisher]),
+            snapshots=Snapshots(trainer, [publisher]),
             notices=await Notices.open(trainer),
             log=StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics),
             last=last,
@@ -128,7 +127,7 @@ async def _open_queue(
 
 
 async def _resume(
-    trainer: Trainer, checkpoints: Checkpoints, config: LoopConfig, engine: Engine | None, observer: RunObserver
+    trainer: Trainer, checkpoints: Checkpoints, config: LoopConfig, engine: Engine | None
 ) -> LastStep | None:
     """Restore the newest checkpoint, if there is one, with a version that no engine has other weights of.
 
@@ -142,7 +141,7 @@ async def _resume(
             f"LoopConfig.num_steps must be at least {last.num_steps}, the steps that the run in {checkpoints.folder} "
             f"has made, got {config.num_steps}"
         )
-    newest = max(0 if engine is None else engine.policy_version, observer.get_newest_version())
+    newest = 0 if engine is None else engine.policy_version
     if (newest := max(await from_all_processes(trainer, newest))) > trainer.policy_version:
         trainer.policy_version = newest + 1
     return last

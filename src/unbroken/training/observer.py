@@ -77,7 +77,3 @@ class RunObserver:
         are published.
         """
         return type(self).after_step is not RunObserver.after_step
-
-    def get_newest_version(self) -> int:
-        """The newest weights of engines that the run publishes to besides the one that samples; 0 without any."""
-        return 0

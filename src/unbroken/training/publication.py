@@ -54,7 +54,7 @@ async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) 
 
 
 class Snapshots:
-    """One copy of a version for all that send it: the loop to its engines, an evaluation to its own.
+    """A copy of a version, to be sent while the next step is made.
 
     It is in the host's memory, in the dtype of the engines if all have the same.
 
