@@ -69,6 +69,7 @@ _EVAL_EPILOG = """\
 unbroken eval recipe.toml                                          the recipe's own model, on its evaluation's problems
 unbroken eval recipe.toml --model runs/sums --model Qwen/Qwen2.5-0.5B-Instruct --samples 4
 unbroken eval recipe.toml --model http://127.0.0.1:8000            a server of this package, or vLLM
+unbroken eval --follow runs/sums --engine.kind colocated           each checkpoint of a run, while it trains
 unbroken eval tasks.jsonl --reward rewards.py:correct --model MODEL
 unbroken eval tasks.jsonl --agent.function agent.py:solve --model MODEL
 unbroken eval guess.py:GuessEnv --model MODEL --problems 200"""
@@ -86,15 +87,29 @@ def add_eval_parser(commands: Any) -> None:
         conflict_handler="resolve",  # its own --help
         allow_abbrev=False,
     )
+    _add_eval_options(evaluate)
     add = evaluate.add_argument
-    add("-h", "--help", "--help-all", action=_EvalHelp, nargs=0, help="show this; after TASK, its settings")
     add(
         "task",
+        nargs="?",
         metavar="TASK",
         help="a recipe (.py, .toml), a data set's file (.jsonl, .json, .parquet, .csv), or an environment "
         "(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER); then settings as --FIELD VALUE, "
         "e.g. --rollouts.sampling.temperature 0.6; --output FOLDER gets the rollouts",
     )
+    add(
+        "--follow",
+        nargs=argparse.REMAINDER,
+        metavar="RUN",
+        help="instead of TASK: the folder of a run, whose checkpoints are evaluated as they appear, on the problems "
+        "of its evaluations; then options and settings. The lines are in RUN/evaluation.jsonl",
+    )
+    evaluate.set_defaults(run=run_eval, parser=evaluate)
+
+
+def _add_eval_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-h", "--help", "--help-all", action=_EvalHelp, nargs=0, help="show this; after TASK, its settings")
     add(
         "--model",
         action="append",
@@ -118,7 +133,6 @@ def add_eval_parser(commands: Any) -> None:
         help="compare each engine's policy with transformers' own pass of the model before it is evaluated (default: "
         "if the engine is in this process, and the model's float32 weights have up to 8 GB or room on a GPU)",
     )
-    evaluate.set_defaults(run=run_eval)
 
 
 def add_check_argument(serve: argparse.ArgumentParser) -> None:
@@ -166,6 +180,10 @@ class _EvalHelp(argparse.Action):
 
 def run_eval(arguments: argparse.Namespace) -> int:
     """Evaluate, and print the report; returns the exit status."""
+    if arguments.follow is not None:
+        return _run_follow(arguments)
+    if arguments.task is None:
+        arguments.parser.error("TASK must be given, or --follow RUN")
     options = list(arguments.others)
     if arguments.reward:
         rewards = ", ".join(f"{{function = {json.dumps(each)}}}" for each in arguments.reward)
@@ -187,6 +205,38 @@ def run_eval(arguments: argparse.Namespace) -> int:
                 print_report(report, Console(markup=False, width=None if sys.stdout.isatty() else 160))
 
         return run_command(work, advice="what was sampled is kept")
+    except ModuleNotFoundError as error:  # of the user's own modules it is another error
+        raise missing_extra(error, "evaluation needs the train extra", "train") from error
+
+
+def _run_follow(arguments: argparse.Namespace) -> int:
+    """Follow a run: what stands after --follow are its folder, options and settings."""
+    own = argparse.ArgumentParser(
+        prog="unbroken eval --follow RUN", add_help=False, allow_abbrev=False, conflict_handler="resolve"
+    )
+    _add_eval_options(own)
+    run, *words = arguments.follow or [""]
+    if not run or run.startswith("-"):
+        arguments.parser.error("--follow must be followed by the folder of a run")
+    arguments, options = own.parse_known_args(words, arguments)
+    of_task = {"--model": arguments.models, "--tokenizer": arguments.tokenizer, "--reward": arguments.reward}
+    for name, given in of_task.items():
+        if given:
+            arguments.parser.error(f"{name} must be left out with --follow: they are the run's")
+    try:
+        from rich.console import Console
+
+        from unbroken.runs.follow import follow_run
+
+        def work() -> None:
+            report = follow_run(
+                Path(run), [*arguments.others, *options], Console(stderr=True, markup=False), task=arguments.task,
+                num_problems=arguments.problems, num_samples=arguments.samples, checks_policy=arguments.check,
+            )  # fmt: skip
+            if arguments.json:
+                print(json.dumps(report, indent=1, allow_nan=False))
+
+        return run_command(work, advice="what was evaluated is kept, and the same command goes on")
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "evaluation needs the train extra", "train") from error
 

@@ -108,9 +108,7 @@ def evaluate_task(
         EngineError, RolloutError: an engine does not start or went away, or all rollouts failed.
         Terminated: SIGTERM came.
     """
-    for name, value in (("--problems", num_problems), ("--samples", num_samples)):
-        if value is not None and value < 1:
-            raise InvalidInputError(f"{name} must be >= 1, got {value}")
+    check_numbers(num_problems, num_samples)
     if len(set(models)) < len(models):
         raise InvalidInputError(f"--model must be different models, got {list(models)}")
     recipe, words = open_task(task)
@@ -125,7 +123,7 @@ def evaluate_task(
     report = _begin_report(config.output, task, settings | files | weights)
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
-        sized = [_size(each, config, num_problems, num_samples) for each in sets]
+        sized = [choose_size(each, config, num_problems, num_samples) for each in sets]
         evaluation = _Evaluation(
             recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy
         )
@@ -134,6 +132,13 @@ def evaluate_task(
     with lock_folder(config.output), record_process(config.output):
         run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
     return report
+
+
+def check_numbers(num_problems: int | None, num_samples: int | None) -> None:
+    """Raise `InvalidInputError` for a number of problems or samples below 1."""
+    for name, value in (("--problems", num_problems), ("--samples", num_samples)):
+        if value is not None and value < 1:
+            raise InvalidInputError(f"{name} must be >= 1, got {value}")
 
 
 def open_task(task: str) -> tuple[Recipe, list[str]]:
@@ -207,8 +212,14 @@ def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[Evalua
     return replace(config, trainer=replace(config.trainer, routing_replay=False))
 
 
-def _size(each: EvaluationSet, config: RunConfig, num_problems: int | None, num_samples: int | None) -> EvaluationSet:
-    """The set with its numbers of problems and samples."""
+def choose_size(
+    each: EvaluationSet, config: RunConfig, num_problems: int | None, num_samples: int | None
+) -> EvaluationSet:
+    """The set with its numbers of problems and samples.
+
+    Raises:
+        InvalidInputError: there are fewer problems, or more rollouts than a file can have.
+    """
     there = each.problems.num_problems
     chosen = num_problems or each.num_problems or config.evaluation.num_problems or there or NUM_PROBLEMS
     if there is not None and chosen > there:
@@ -375,22 +386,28 @@ class _Evaluation:
         shared: dict[str, Any] = {"seed": config.seed, "output": folder, "rank": Rank(), "source": model.source}
         async with AsyncExitStack() as stack:
             engine, loaded = await _open_engine(stack, model, config, None if images is None else images.processor)
-            await self._check(model, engine, renderer, loaded)
+            if not model.is_server or self.checks_policy:
+                folder = model.source if loaded is None else loaded
+                said = await check_policy(config, engine, folder, renderer, is_asked=self.checks_policy)
+                self.console.print(said, soft_wrap=True, end="\n" if said else "")
             opened = await opener.open(stack, engine=engine, renderer=renderer, images=images)
             yield make_evaluators(self.sets, config.evaluation, opened, **shared)
 
-    async def _check(self, model: EvaluatedModel, engine: Any, renderer: Renderer, loaded: Any) -> None:
-        from unbroken.runs.policy_check import can_check_cheaply, check_against_folder
 
-        config, folder = self.config, model.source if loaded is None else loaded
-        if self.checks_policy is None:
-            is_here = not model.is_server and config.engine.kind in (EngineKind.EMBEDDED, EngineKind.COLOCATED)
-            if not is_here or config.trainer.numerics is Numerics.EXACT or not can_check_cheaply(folder):
-                return
-        elif not self.checks_policy:
-            return
-        found = await check_against_folder(engine, folder, renderer, options=config.engine.options)
-        self.console.print(found, soft_wrap=True)
+async def check_policy(
+    config: RunConfig, engine: Any, folder: Any, renderer: Renderer, *, is_asked: bool | None
+) -> str:
+    """Compare an engine with transformers' own pass of its model, in a folder or loaded; "" if that is left out.
+
+    Unless it `is_asked` for: where the engine is in this process, its numerics are fast, and the model small enough.
+    """
+    from unbroken.runs.policy_check import can_check_cheaply, check_against_folder
+
+    is_here = config.engine.kind in (EngineKind.EMBEDDED, EngineKind.COLOCATED)
+    is_cheap = is_here and config.trainer.numerics is not Numerics.EXACT and can_check_cheaply(folder)
+    if not (is_cheap if is_asked is None else is_asked):
+        return ""
+    return await check_against_folder(engine, folder, renderer, options=config.engine.options)
 
 
 async def _open_engine(

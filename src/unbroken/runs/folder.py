@@ -11,22 +11,27 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from unbroken.errors import InvalidInputError
+from unbroken.ledger.store.sqlite import is_running
 from unbroken.runs.process_file import PROCESS_FILE
 from unbroken.runs.settings import redact
-from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
+from unbroken.untrusted import MAX_FACTS_BYTES, open_inside, read_json_file
 
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
 _EVALUATIONS = "evaluation.jsonl"
+FOLLOWER = "follow"
+"""Of `unbroken eval --follow`: its lock, and what its engine writes."""
 _CLUSTER = "cluster"
 """Of `unbroken cluster run`, which is there first."""
 TASK_FILE = "task.jsonl"
@@ -37,12 +42,12 @@ DIAGNOSIS_FILE = "diagnosis.json"
 """What the run has found out about itself (`runs.diagnosis`)."""
 _FILES_OF_A_RUN = (
     *("metrics", "checkpoints", _EVALUATIONS, "final", "best", "models", "rollouts", "profiles"),
-    *("sessions", "agents", "samplers", "timeline", "evaluations", TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE),
+    *("sessions", "agents", "samplers", "timeline", "evaluations", FOLLOWER, TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE),
 )
 """What an earlier run of a recipe left."""
 _BEFORE_A_STEP = frozenset(
     {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", "evaluations", _EVALUATIONS}
-    | {_CLUSTER, "sessions", "agents", "samplers", TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE}
+    | {_CLUSTER, "sessions", "agents", "samplers", FOLLOWER, TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE}
 )
 _MAY_CHANGE = (
     "output",
@@ -80,7 +85,21 @@ _FOLDER_FILES = (
     "*/data-*.arrow",
 )
 """Of a model's folder what makes ids of messages, and of one of `save_to_disk` the rows."""
+_PROCESS, _MAX_LOCK_BYTES = re.compile(r"\d{1,9}", re.ASCII), 1000
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRecipe:
+    """What the folder of a run says of its recipe."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """By dotted names, without secrets."""
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    """Digests of the files that the settings name (`digest_files`)."""
+    code: str = ""
+    """The user's own Python recipe, where it was; empty for a built-in one."""
 
 
 @contextmanager
@@ -111,11 +130,12 @@ def claim_folder(
     settings: Mapping[str, Any],
     *,
     files: Mapping[str, str] | None = None,
+    code: str = "",
     anew: bool = False,
 ) -> bool:
     """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
 
-    `files` are digests of the files that the settings name (`digest_files`).
+    `files` are digests of the files that the settings name (`digest_files`), `code` the user's own Python recipe.
 
     A run that trained no step begins anew with any config; without an evaluation, its folder is any recipe's. With
     `anew`, an earlier run of the recipe is removed, and any config accepted.
@@ -124,31 +144,64 @@ def claim_folder(
         InvalidInputError: the folder holds the run of another recipe or config or with other contents of its files, or
             other files.
     """
-    path, files = folder / _FILE, dict(files or {})
+    path = folder / _FILE
+    new = StoredRecipe(
+        name=recipe, settings=settings, files=dict(files or {}), code=code and str(Path(code).absolute())
+    )
     _check_no_other_files(folder)
     if not path.exists():
-        _write(path, recipe, settings, files)
+        _write(path, new)
         return False
-    name, stored, stored_files = _read(path)
-    before = {field: redact(value, field) for field, value in stored.items()}  # earlier releases kept secrets
-    is_other = (name, before) != (recipe, settings) or stored_files | files != stored_files
+    stored = read_recipe(folder)
+    before = {name: redact(value, name) for name, value in stored.settings.items()}  # earlier releases kept secrets
+    all_files = {**stored.files, **new.files}  # one that cannot be read today is compared again
+    is_other = (stored.name, before, stored.files) != (recipe, settings, all_files)
     has_no_step = is_other and _has_trained_nothing(folder)
-    if name != recipe and not (has_no_step and not (folder / _EVALUATIONS).exists()):
+    if stored.name != recipe and not (has_no_step and not (folder / _EVALUATIONS).exists()):
         raise InvalidInputError(
-            f"output must be a folder without a run of another recipe: {folder} holds a run of {name}, not of {recipe}"
+            f"output must be a folder without a run of another recipe: {folder} holds a run of {stored.name}, not of "
+            f"{recipe}"
         )
     if anew or has_no_step:
         for file in _FILES_OF_A_RUN:
             shutil.rmtree(folder / file, ignore_errors=True)
             (folder / file).unlink(missing_ok=True)
-        _write(path, recipe, settings, files)
+        _write(path, new)
         return False
     _check_same(folder, before, settings)
-    _check_same_files(folder, stored_files, files)
-    all_files = stored_files | files  # one that cannot be read today is compared again
-    if (stored, stored_files) != (settings, all_files):  # of several processes, only the first writes
-        _write(path, recipe, settings, all_files)
+    _check_same_files(folder, stored.files, new.files)
+    if stored != (whole := replace(new, files=all_files)):  # of several processes, only the first writes
+        _write(path, whole)
     return True
+
+
+def read_recipe(folder: Path) -> StoredRecipe:
+    """Read what the folder of a run says of its recipe; raises `InvalidInputError` if it does not say it."""
+    path = folder / _FILE
+    try:
+        contents = read_json_file(path, max_bytes=MAX_FACTS_BYTES, is_finite=False)
+        return StoredRecipe(
+            name=contents["recipe"],
+            settings=dict(contents["settings"]),
+            files=dict(contents.get("files", {})),  # earlier releases kept no digests
+            code=contents.get("code", ""),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"{path} must hold the recipe and settings of the run in its folder: {type(error).__name__}: {error}"
+        ) from None
+
+
+def find_state(folder: Path) -> str:
+    """Of a run: `ended`, `running`, or `died`: its process, which the lock's file names, is no more. Locks nothing."""
+    try:
+        with open_inside(folder, _LOCK) as lock:
+            words = lock.read(_MAX_LOCK_BYTES).decode("utf-8", "replace").split()
+    except OSError:
+        return "ended"
+    if len(words) < 3 or _PROCESS.fullmatch(words[0]) is None or words[2] != socket.gethostname():
+        return "running"
+    return "running" if is_running(int(words[0])) else "died"
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -161,7 +214,7 @@ def _check_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, 
             )
 
 
-def _check_same_files(folder: Path, before: Mapping[str, str | None], files: Mapping[str, str]) -> None:
+def _check_same_files(folder: Path, before: Mapping[str, str | None], files: Mapping[str, str | None]) -> None:
     for each in sorted(before.keys() & files.keys()):
         if before[each] not in (files[each], None):  # null: the user has said that it may be another one
             raise InvalidInputError(
@@ -274,22 +327,12 @@ def _not_writable(folder: Path, error: OSError) -> InvalidInputError:
     return InvalidInputError(f"output must be a writable folder, got {folder}: {error}")
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any], dict[str, str | None]]:
-    try:
-        contents = read_json_file(path, max_bytes=MAX_FACTS_BYTES, is_finite=False)
-        return contents["recipe"], contents["settings"], contents.get("files", {})  # earlier releases kept no digests
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError(
-            f"{path} must hold the recipe and settings of the run in its folder: {type(error).__name__}: {error}"
-        ) from None
-
-
-def _write(path: Path, recipe: str, settings: Mapping[str, Any], files: Mapping[str, str | None]) -> None:
+def _write(path: Path, stored: StoredRecipe) -> None:
     part = path.with_name(_PART)
     try:
         _make_folder(path.parent)
         with open_private(part, "wb") as file:
-            contents = {"recipe": recipe, "settings": settings, "files": files}
+            contents = {"recipe": stored.name, **{key: value for key, value in asdict(stored).items() if key != "name"}}
             file.write((json.dumps(contents, indent=1) + "\n").encode())
         part.replace(path)
     except OSError as error:

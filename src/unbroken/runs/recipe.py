@@ -114,7 +114,8 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
             settings = describe(config)
-            claim_folder(config.output, recipe.name, settings, files=digest_files(settings, code=recipe.code))
+            files = digest_files(settings, code=recipe.code)
+            claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
             if is_first:
                 stack.enter_context(record_process(config.output))
         try:

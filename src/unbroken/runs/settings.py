@@ -398,6 +398,35 @@ def read_table(table: Mapping[str, Any], section: Section, *, source: str, folde
     return values
 
 
+def read_described(settings: Mapping[str, Any], section: Section) -> dict[str, Any]:
+    """Read the values that `describe` gave of a config of this section; those that are the defaults are left out.
+
+    Raises:
+        InvalidInputError: one is of no field, or was a secret, which is not kept.
+    """
+    fields, values = section.all_fields(), {}
+    parts = {each.prefix.removesuffix(".") for each in section.all_sections()}
+    for name, value in settings.items():
+        if value is None and name in parts:
+            continue
+        if name not in fields:
+            raise _unknown_field(name, name, section)
+        if _HIDDEN in json.dumps(value):
+            raise InvalidInputError(f"{name} must be given again, by --{name.replace('_', '-')}: secrets are not kept")
+        if value != to_json(fields[name].default):
+            values[name] = None if value is None else _check_value(fields[name], _without_none(value), name, None)
+    return values
+
+
+def _without_none(value: Any) -> Any:
+    """A list of tables without what is None in them, which TOML has no word for."""
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
 def load_toml(path: Path) -> dict[str, Any]:
     """Load a TOML file; raises `InvalidInputError` if it cannot be read or parsed."""
     try:

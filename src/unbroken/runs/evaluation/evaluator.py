@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,7 +120,7 @@ class Evaluator:
             await asyncio.to_thread(merge_records, folder, self._make_head(0, samples))
         line = self._make_line(0, samples)
         if self.find(0) is None:
-            _write(self.output / _FILE, [*read_evaluations(self.output), line])
+            _add(self.output, line)
         return Evaluation(numbers=line), samples
 
     def read_kept(self) -> dict[int, list[Sample]]:
@@ -156,7 +159,7 @@ class Evaluator:
         with fail_together():
             await asyncio.to_thread(write_groups, self.output / FOLDER / self.name, head, groups)
             if self.rank.index == 0:
-                _write(self.output / _FILE, [*read_evaluations(self.output), new])
+                _add(self.output, new)
         return Evaluation(numbers=new, groups=tuple(groups))
 
     def _make_line(self, step: int, samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
@@ -198,9 +201,10 @@ def cut_evaluations(output: Path, last_step: int) -> None:
         for (step, _), path in find_records(folder).items():
             if step > last_step:
                 path.unlink()
-    lines = read_evaluations(output)
-    if any(line["step"] > last_step for line in lines):
-        _write(output / _FILE, [line for line in lines if line["step"] <= last_step])
+    with _lock_lines(output):
+        lines = read_evaluations(output)
+        if any(line["step"] > last_step for line in lines):
+            _write(output / _FILE, [line for line in lines if line["step"] <= last_step])
 
 
 def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
@@ -243,6 +247,25 @@ def _key(line: Mapping[str, Any]) -> tuple[int, str, int, int]:
     num_samples = line.get("num_samples", 1)
     num_problems = line.get("num_problems", line["num_rollouts"])
     return line["step"], line.get("set", DEFAULT_SET), num_problems, num_samples
+
+
+def _add(output: Path, new: Mapping[str, Any]) -> None:
+    """Add a line, in place of one of the same evaluation: two processes may have made it."""
+    with _lock_lines(output):
+        lines = [line for line in read_evaluations(output) if _key(line) != _key(new)]
+        _write(output / _FILE, [*lines, new])
+
+
+@contextmanager
+def _lock_lines(output: Path) -> Iterator[None]:
+    """Keep other processes from changing the lines during the block: a run, and what follows it."""
+    descriptor = os.open(output, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -96,7 +96,7 @@ class Evaluations:
         numbers = evaluation.numbers
         self._unlogged.append((num_steps, tracked(numbers, set_name=evaluator.name, default=DEFAULT_SET)))
         name = "" if evaluator.name == DEFAULT_SET else f"{evaluator.name}: "
-        self.console.print(f"{name}reward {when} {_format(numbers)}")
+        self.console.print(f"{name}reward {when} {format_numbers(numbers)}")
 
     def decides_best(self, evaluator: Evaluator) -> bool:
         """Whether this set decides which model is best."""
@@ -110,7 +110,8 @@ class Evaluations:
         self._unlogged.clear()
 
 
-def _format(numbers: Any) -> str:
+def format_numbers(numbers: Any) -> str:
+    """The numbers of an evaluation in a few words: the mean reward with its error, and pass@k."""
     error = numbers.get("reward/standard_error")
     passes = [
         f"  {name} {value:.3f}" for name, value in numbers.items() if name.startswith("pass@") and name != "pass@1"

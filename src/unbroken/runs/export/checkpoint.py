@@ -35,10 +35,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, form: ModelForm, source
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(f"FOLDER must be new or empty, and {folder} holds files")
     checkpoint = find_checkpoint(checkpoint)
-    stored = read_state(checkpoint)
-    state = stored.state
-    origin = _find_origin(state, checkpoint, source)
-    model = _load_model(origin, stored)
+    model, state, origin = load_checkpoint(checkpoint, source=source)
     check_form(model, form)
     info = ModelInfo(
         step=int(state.processes[0]["extra"].get("num_steps", state.policy_version)), source=origin.source,
@@ -46,6 +43,18 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, form: ModelForm, source
     )  # fmt: skip
     write_pretrained(folder, model, gather_form(model, form), form, add_files=partial(add_files, info=info))
     return checkpoint
+
+
+def load_checkpoint(checkpoint: Path, *, source: str | None = None) -> tuple[Any, TrainerState, ModelOrigin]:
+    """Load the model of a checkpoint, on the CPU; returns it with the checkpoint's numbers and where it is from.
+
+    Raises:
+        InvalidInputError: the model that was trained is not found, or is another one.
+        CheckpointError: the checkpoint is damaged.
+    """
+    stored = read_state(checkpoint)
+    origin = _find_origin(stored.state, checkpoint, source)
+    return _load_model(origin, stored), stored.state, origin
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -13,8 +13,9 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import DATABASE_FILE
-from unbroken.runs.diagnosis.evidence import find_state_of_lock, read_evidence
+from unbroken.runs.diagnosis.evidence import read_evidence
 from unbroken.runs.diagnosis.rules import diagnose
+from unbroken.runs.folder import find_state
 from unbroken.runs.process_file import PROCESS_FILE
 from unbroken.runs.records.files import FOLDER, find_expected, find_records
 from unbroken.runs.settings import redact
@@ -67,7 +68,7 @@ class RunReader:
         recipe = read_recipe(self.folder)
         return {
             "kind": "run", "name": self.name, "recipe": recipe.name, "model": recipe.model,
-            "state": _find_state(self.folder), "revision": self._find_revision(),
+            "state": find_state(self.folder), "revision": self._find_revision(),
         }  # fmt: skip
 
     def read_run(self) -> dict[str, Any]:
@@ -200,12 +201,6 @@ def _signature(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_size
-
-
-def _find_state(folder: Path) -> str:
-    """`ended`, `running`, or `died`. Nothing is locked here."""
-    state = find_state_of_lock(folder)
-    return "ended" if state == "unknown" else state
 
 
 def _read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[str]]:
