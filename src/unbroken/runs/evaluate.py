@@ -387,8 +387,8 @@ class _Evaluation:
         async with AsyncExitStack() as stack:
             engine, loaded = await _open_engine(stack, model, config, None if images is None else images.processor)
             if not model.is_server or self.checks_policy:
-                folder = model.source if loaded is None else loaded
-                said = await check_policy(config, engine, folder, renderer, is_asked=self.checks_policy)
+                own = model.source if loaded is None else loaded
+                said = await check_policy(config, engine, own, renderer, is_asked=self.checks_policy)
                 self.console.print(said, soft_wrap=True, end="\n" if said else "")
             opened = await opener.open(stack, engine=engine, renderer=renderer, images=images)
             yield make_evaluators(self.sets, config.evaluation, opened, **shared)

@@ -235,26 +235,25 @@ class _Follower:
         self.waiting |= new
 
     async def _follow_step(self, step: int) -> None:
-        """Evaluate after a step, unless the run itself has, or its checkpoint is gone."""
+        """Evaluate after a step, unless the run itself has, or its weights are not there."""
         missing = [each for each in self.evaluators if each.find(step) is None]
         if not missing:
             return
-        if step > 0:
-            weights = await asyncio.to_thread(self._load, step)
-            if weights is None:
-                self.removed.append(step)
-                self.console.print(
-                    f"step {step} is not evaluated: the run removed its checkpoint first ({len(self.removed)} so far; "
-                    "checkpoints.num_kept keeps more of them)",
-                    soft_wrap=True,
-                )
-                return
-        elif self.engine.engine.policy_version > 0:
+        weights: tuple[Any, int] | None = None
+        if step == 0 and self.engine.engine.policy_version > 0:
             self.console.print("step 0 is not evaluated: the engine's servers have newer weights", soft_wrap=True)
+            return
+        if step > 0 and (weights := await asyncio.to_thread(self._load, step)) is None:
+            self.removed.append(step)
+            self.console.print(
+                f"step {step} is not evaluated: the run removed its checkpoint first ({len(self.removed)} so far; "
+                "checkpoints.num_kept keeps more of them)",
+                soft_wrap=True,
+            )
             return
 
         async def evaluate() -> None:
-            if step > 0:
+            if weights is not None:
                 await self._publish(*weights)
             for evaluator in missing:
                 evaluation = await evaluator.evaluate(step, num_lost=len(self.removed))

@@ -21,9 +21,12 @@ from support.evaluations import read_evaluations
 from support.served import save_tiny_model, served
 from support.waits import wait_until
 from unbroken.cli import main
+from unbroken.errors import InvalidInputError
 from unbroken.runs.evaluation.evaluator import Evaluator
 from unbroken.runs.folder import lock_folder
+from unbroken.runs.recipe import load_recipe
 from unbroken.runs.records.files import find_records, read_records
+from unbroken.runs.settings import build, describe, read_described, read_options
 from unbroken.training.checkpoints import find_checkpoints
 from unbroken.viewer.resources import open_runs
 from unbroken.weights.folders import remove_folder
@@ -240,3 +243,25 @@ def test_servers_of_its_own_get_each_version(run, model):
     found = numbers(read_evaluations(run))
     assert {step: found[step] for step in before} == before
     assert found[1][1] == 1
+
+
+def test_the_settings_of_a_run_are_read_back_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("r.py", "x.jsonl", "y.jsonl"):
+        (tmp_path / name).touch()
+    section = load_recipe(None).section
+    words = {
+        "model": "m", "output": "o", "data.file": "x.jsonl", "rewards": '[{function="r.py:f", weight=0.5}]',
+        "loop.num-steps": "3", "algorithm": "rloo", "lora.rank": "4", "checkpoints.every-s": "none",
+        "evaluation-sets": '[{name="a", data={file="y.jsonl"}, sampling={temperature=0.6}}]',
+        "renderer.template-kwargs": "{a=true}", "rollouts.sampling.stop-token-ids": "1,2",
+    }  # fmt: skip
+    config = build(section, read_options([f"--{name}={value}" for name, value in words.items()], section))
+    stored = json.loads(json.dumps(describe(config)))
+    assert build(section, read_described(stored, section)) == config
+    with pytest.raises(
+        InvalidInputError, match=r"trackers\.project must be given again, by --trackers\.project: secrets"
+    ):
+        read_described(stored | {"trackers.project": "https://u:***@host"}, section)
+    with pytest.raises(InvalidInputError, match="learning_rat"):
+        read_described({"trainer.optimizer.learning_rat": 1}, section)
