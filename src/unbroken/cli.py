@@ -20,7 +20,6 @@ from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.cluster.command import add_cluster_parser, split_recipe_options
 from unbroken.demo.command import add_demo_parser
-from unbroken.drift.command import add_drift_parser
 from unbroken.errors import UnbrokenError, missing_extra
 from unbroken.gateway.options import (
     add_gateway_arguments,
@@ -152,7 +151,6 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
     add_gateway_arguments(gateway)
     gateway.set_defaults(run=_gateway)
     add_audit_parser(commands)
-    add_drift_parser(commands)
     add_view_parser(commands)
     add_doctor_parser(commands)
     return parser

@@ -110,7 +110,6 @@ NOT_RUN = {
     ("docs/cluster.md", "pip install '.[ray]'"): CLUSTER,
     ("docs/cluster.md", "export RAY_AUTH_MODE=token"): "starts Ray on several machines",
     ("docs/drift.md", "Retokenising would have changed"): OUTPUT,
-    ("docs/drift.md", '{"prompt": "When is it open?'): DIAGRAM,
     ("docs/environments.md", "pip install verifiers==0.1.14"): OWN_SDK,
     ("docs/environments.md", "pip install 'verifiers[rg]"): OWN_SDK,
     ("docs/environments.md", "pip install 'harbor"): OWN_SDK,
@@ -181,7 +180,7 @@ NOT_RUN = {
 """Beginnings of blocks, with the reason why they are not run."""
 
 
-_COMMANDS = "demo|train|eval|agent|export|serve|gateway|audit|drift|view"
+_COMMANDS = "demo|train|eval|agent|export|serve|gateway|audit|view"
 
 
 def commands(text: str) -> list[list[str]]:
@@ -511,7 +510,7 @@ def test_the_cells_of_the_notebooks_run(path: Path, workplace: Path, monkeypatch
     shorter = {
         "unbroken demo --steps 1 > demo.log 2>&1; tail -2 demo.log": "true",
         "unbroken train task.toml": f"unbroken train task.toml {shlex.join(SMALL)}",
-        "unbroken drift --conversations 32": "unbroken drift --conversations 2 --model runs/demo/model --max-tokens 16",
+        "--problems 32": "--problems 2 --rollouts.sampling.max-tokens 16",
     }
     names: dict[str, Any] = {"__name__": "a_notebook"}
     for cell in json.loads(path.read_text("utf-8"))["cells"]:

@@ -1,4 +1,4 @@
-"""The pages of audit and drift in a browser: their grids are the viewer's, and hostile text is text."""
+"""The page of an audit in a browser: its grids are the viewer's, and hostile text is text."""
 
 from __future__ import annotations
 

@@ -44,14 +44,15 @@ def test_the_audit_bridges_all_turns_and_finds_what_the_template_lacks_and_what_
     assert 0.6 < lost["num_sequences_changed"] / lost["num_sequences"] < 0.9
 
 
-def test_retokenising_its_own_conversations_changes_ids_and_only_then_the_policy(model, capsys, caplog):
-    sizes = ("--conversations", 6, "--max-turns", 3, "--max-tokens", 48)
-    status, report = run(capsys, "drift", "--model", model, *sizes)
+def test_retokenising_its_own_conversations_changes_ids_and_only_then_the_policy(model, tmp_path, capsys):
+    sizes = ("--problems", 6, "--rollouts.limits.max-turns", 3, "--rollouts.sampling.max-tokens", 48)
+    task = ("unbroken.demo.lookup:LookupConversation", "--rollouts.tools-in-messages", "true", *sizes)
+    status, report = run(capsys, "eval", *task, "--model", model, "--retokenised", "--output", tmp_path / "out")
     assert status == 0
-    assert report["changed"]["num_ids"] > 0
-    assert report["exact"]["k3"] < 1e-8
-    assert report["retokenised"]["k3"] > 1e-4
-    assert sum("does not show tools" in message for message in caplog.messages) == 1
+    found = report["models"][0]["sets"]["evaluation"]["retokenised"]
+    assert found["changed"]["num_ids"] > 0
+    assert found["exact"]["k3"] < 1e-8
+    assert found["retokenised"]["k3"] > 1e-4
 
 
 def test_training_with_a_tool_that_the_template_does_not_show_is_refused(model, tmp_path, capsys):

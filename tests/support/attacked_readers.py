@@ -16,7 +16,6 @@ from support.recorded import write_run
 from support.tokenizers import make_tokenizer
 from unbroken.audit.subject import read_template
 from unbroken.cluster.command import describe_status, read_status
-from unbroken.drift.conversations import load_prompts
 from unbroken.engines.directory import FileDirectory
 from unbroken.images.decoder import encode_picture
 from unbroken.images.loader import ImageLoader
@@ -229,10 +228,6 @@ READERS: dict[str, Reader] = {
     ),
     "examples of NeMo Gym": Reader(
         make=lambda place: _write(place / "examples.jsonl", EXAMPLE), read=Examples, kind="lines",
-    ),
-    "prompts of a drift check": Reader(
-        make=lambda place: _write(place / "prompts.jsonl", {"prompt": "hi", "results": {"a": "b"}}),
-        read=load_prompts, kind="lines",
     ),
     "rollouts": Reader(
         make=lambda place: _make_run(place, "rollouts/step-00000001*"), read=lambda path: [*read_records(path)],

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from unbroken.messages import Message, ToolSchema, get_text
+from unbroken.rollout.env import Continue, Done, Outcome, Reply
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, tool
 from unbroken.runs.collector import Problems
@@ -81,6 +82,40 @@ class LookupTask:
 def lookup_env(task: LookupTask) -> ToolEnv:
     """The environment of one episode."""
     return ToolEnv([{"role": "user", "content": task.prompt}], [lookup_tool(task)], task.reward)
+
+
+class LookupConversation(ToolEnv):
+    """The task with an explanation, for a model that was not trained on it, and a question about it afterwards.
+
+    `unbroken eval unbroken.demo.lookup:LookupConversation`; the reward is that of the answer. Without being `explained`
+    it is the demo's own task, for its model.
+    """
+
+    def __init__(self, number: int, seed: int, explained: bool = True) -> None:
+        """Make conversation `number`; the same `seed` gives the same ones."""
+        style = JsonStyle.CANONICAL if explained else style_of(number)
+        self._task = task = LookupTask.draw(random.Random(f"{seed} conversation {number}"), style)
+        prompt = task.prompt
+        if explained:
+            prompt += (
+                ' Call the tool lookup with this key. While it returns {"next": KEY}, call it again with that key. '
+                f'When it returns {{"value": VALUE}}, write: {answer_text("VALUE")}'
+            )
+        super().__init__([{"role": "user", "content": prompt}], [lookup_tool(task)], self._reward_first)
+        self._is_question_left = explained
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Answer calls; after the first answer without calls, ask the question."""
+        outcome = await super().step(reply)
+        if isinstance(outcome, Done) and self._is_question_left:
+            self._is_question_left = False
+            return Continue(messages=[{"role": "user", "content": "Which keys did you look up, in order?"}])
+        return outcome
+
+    async def _reward_first(self, messages: Sequence[Message]) -> float:
+        """The reward of the answer to the task, before the question."""
+        users = [k for k, each in enumerate(messages) if each["role"] == "user"]
+        return await self._task.reward(messages[: users[1]] if len(users) > 1 else messages)
 
 
 def lookup_tool(task: LookupTask) -> Tool:

@@ -128,6 +128,12 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", action="store_true", help="print the report as JSON; it is in OUTPUT/report.json too")
     add(
+        "--retokenised",
+        action="store_true",
+        help="say too what decoding, parsing, rendering and tokenising again would have changed in the rollouts, with "
+        "a scoring pass (docs/drift.md)",
+    )
+    add(
         "--check",
         action=argparse.BooleanOptionalAction,
         help="compare each engine's policy with transformers' own pass of the model before it is evaluated (default: "
@@ -197,7 +203,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             report = evaluate_task(
                 arguments.task, options, Console(stderr=True, markup=False), models=arguments.models or (),
                 tokenizer=arguments.tokenizer, num_problems=arguments.problems, num_samples=arguments.samples,
-                checks_policy=arguments.check,
+                checks_policy=arguments.check, retokenises=arguments.retokenised,
             )  # fmt: skip
             if arguments.json:
                 print(json.dumps(report, indent=1, allow_nan=False))
@@ -219,10 +225,9 @@ def _run_follow(arguments: argparse.Namespace) -> int:
     if not run or run.startswith("-"):
         arguments.parser.error("--follow must be followed by the folder of a run")
     arguments, options = own.parse_known_args(words, arguments)
-    of_task = {"--model": arguments.models, "--tokenizer": arguments.tokenizer, "--reward": arguments.reward}
-    for name, given in of_task.items():
-        if given:
-            arguments.parser.error(f"{name} must be left out with --follow: they are the run's")
+    for name in ("models", "tokenizer", "reward", "retokenised"):
+        if getattr(arguments, name):
+            arguments.parser.error(f"--{name.removesuffix('s')} must be left out with --follow")
     try:
         from rich.console import Console
 

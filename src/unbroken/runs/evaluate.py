@@ -34,6 +34,8 @@ from rich.table import Table
 
 from unbroken.errors import InvalidInputError, MetricsError, UnbrokenError, missing_extra
 from unbroken.rendering.base import Renderer
+from unbroken.retokenising.comparison import TemplateTexts
+from unbroken.retokenising.summary import summarize_retokenised
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
@@ -52,7 +54,7 @@ from unbroken.runs.folder import (
 from unbroken.runs.process_file import PROCESS_FILE, record_process
 from unbroken.runs.processes import Rank, join_processes
 from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_training
-from unbroken.runs.records.files import MAX_LINES, find_records
+from unbroken.runs.records.files import MAX_LINES, find_records, read_records
 from unbroken.runs.settings import build, describe, read_options
 from unbroken.training.outages import Outages
 from unbroken.types import Numerics
@@ -96,8 +98,11 @@ def evaluate_task(
     num_problems: int | None = None,
     num_samples: int | None = None,
     checks_policy: bool | None = None,
+    retokenises: bool = False,
 ) -> dict[str, Any]:
     """Evaluate models, by default the task's own, and return the report, which is also in the output folder.
+
+    With `retokenises` it says too what retokenising would have changed in the rollouts.
 
     With `checks_policy`, each engine is compared with transformers' own pass of its model first (I9); None: if the
     engine is in this process and the model is small enough (`can_check_cheaply`).
@@ -116,7 +121,13 @@ def evaluate_task(
     key = read_key({**recipe.values, **given}.get("engine.api_key_file"), field="engine.api_key_file")
     found = [find_model(name, tokenizer, api_key=key) for name in models]
     config = _configure(recipe, given, found, name=re.sub(r"\W+", "-", Path(task.partition(":")[2] or task).stem))
-    own = {"--model": list(models), "--tokenizer": tokenizer, "--problems": num_problems, "--samples": num_samples}
+    own: dict[str, Any] = {
+        "--model": list(models),
+        "--tokenizer": tokenizer,
+        "--problems": num_problems,
+        "--samples": num_samples,
+    }
+    own["--retokenised"] = retokenises or None
     settings = {"TASK": task, **own, **describe(config)}
     weights = {f"the weights of {each.name}": _digest_weights(each.folder) for each in found if each.folder}
     files = digest_files(settings, code=recipe.code)
@@ -125,8 +136,9 @@ def evaluate_task(
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
         sized = [choose_size(each, config, num_problems, num_samples) for each in sets]
         evaluation = _Evaluation(
-            recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy
-        )
+            recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy,
+            retokenises=retokenises,
+        )  # fmt: skip
         await evaluation.run(found or [find_model(str(model), tokenizer)])
 
     with lock_folder(config.output), record_process(config.output):
@@ -300,6 +312,7 @@ class _Evaluation:
     console: Console
     report: dict[str, Any]
     checks_policy: bool | None
+    retokenises: bool
 
     async def run(self, models: Sequence[EvaluatedModel]) -> None:
         """Evaluate each model that is not in the report, and write the report after each."""
@@ -348,9 +361,26 @@ class _Evaluation:
                     "statuses": Counter(sample.status.value for of_problem in samples for sample in of_problem),
                     "measures": {name: each.to_json() for name, each in found[each.name].items()},
                 }
+                if self.retokenises:
+                    sets[each.name]["retokenised"] = await self._retokenise(model, each)
         entry = {"model": label, "name": model.name, "tokenizer": model.source, "folder": str(folder), "sets": sets}
         self.report["models"].append(entry)
         return found
+
+    async def _retokenise(self, model: EvaluatedModel, evaluator: Evaluator) -> dict[str, Any]:
+        """What retokenising would have changed in the rollouts that are kept."""
+        from unbroken.rendering.loader import load_renderer, load_tokenizer
+
+        settings, sampler = self.config.renderer, evaluator.sampler
+        renderer = load_renderer(model.source, template_kwargs=settings.template_kwargs, parser=settings.parser)
+        texts = TemplateTexts(tokenizer=load_tokenizer(model.source), template_renderer=renderer)
+        path = find_records(evaluator.output / FOLDER / evaluator.name)[0, 0]
+        return await summarize_retokenised(
+            itertools.islice(read_records(path), 1, None),
+            texts,
+            sampler.engine,
+            temperature=(sampler.sampling or sampler.config.sampling).temperature,
+        )
 
     async def _sample(self, evaluator: Evaluator, *, is_server: bool) -> tuple[Evaluation, list[list[Sample]]]:
         """Sample what is not kept; as in training, a server that is away is waited for. Every end says what is kept."""
@@ -559,11 +589,39 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
             table.add_column(title, overflow="fold", no_wrap=not title)
         for row in dict.fromkeys(row for _, each in columns for row in each["measures"]):
             table.add_row(row, *(_format(each["measures"].get(row), row) for _, each in columns))
+        found = [_describe_retokenised(each["retokenised"]) if "retokenised" in each else {} for _, each in columns]
+        for row in dict.fromkeys(row for each in found for row in each):
+            table.add_row(row, *(each.get(row, "") for each in found))
         table.add_row(
             "seconds in all", *(f"{each['seconds']:.1f}" if each.get("seconds") else "" for _, each in columns)
         )
         console.print(table)
     console.print(f"Intervals of {report['intervals']}.", highlight=False)
+
+
+def _describe_retokenised(found: Mapping[str, Any]) -> dict[str, str]:
+    """What the table says of a set's rollouts once they are retokenised (docs/drift.md)."""
+    rows = {
+        f"retokenised: other {unit}": _format_share(found["changed"], found, unit)
+        for unit in ("rollouts", "turns", "ids")
+    }
+    for cause, counts in found["causes"].items():
+        if counts["num_rollouts"]:
+            rows[f"rollouts: {cause}"] = _format_share(counts, found, "rollouts")
+    exact, other = found["exact"], found["retokenised"]
+    if exact is not None and other is not None:
+        rows["k3"] = f"{other['k3']:.1e} (as sampled {exact['k3']:.1e})"
+        shares = (other["share_off_20pct"], exact["share_off_20pct"])
+        rows["ratios off by > 20 %"] = "{:.1%} (as sampled {:.1%})".format(*shares)
+    if found["left_out"]:
+        rows["not compared"] = "; ".join(f"{number}: {why}" for why, number in found["left_out"].items())
+    if found["num_unscored"]:
+        rows["without ratios"] = f"{found['num_unscored']}: {found['why_unscored'] or 'too long for the context'}"
+    return rows
+
+
+def _format_share(counts: Mapping[str, Any], found: Mapping[str, Any], unit: str) -> str:
+    return f"{counts[f'share_of_{unit}']:.1%} of {found['compared'][f'num_{unit}']}"
 
 
 def _format(measure: Mapping[str, Any] | None, name: str) -> str:

@@ -10,8 +10,8 @@ import pytest
 
 from support import templates
 from support.audits import subject_of
+from support.dialogues import Dialogue
 from unbroken.audit.subject import Subject
-from unbroken.drift.conversations import PromptRow
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.retokenising.changes import Cause
 from unbroken.retokenising.comparison import Retokenised, compare_trajectory
@@ -47,10 +47,9 @@ def split(subject: Subject, text: str) -> list[int]:
 async def compare(
     subject: Subject, replies: Sequence[Any], *, follow_ups: Sequence[str] = (), max_tokens: int = 200
 ) -> Retokenised:
-    row = PromptRow(messages=USER, results=RESULTS, follow_ups=follow_ups)
     script = [subject.encode(reply) if isinstance(reply, str) else reply for reply in replies]
     trajectory = await run_rollout(
-        row.make_env(),
+        Dialogue(USER, RESULTS, follow_ups),
         engine=ScriptedEngine(script, allow_forks=True),
         renderer=subject.renderer,
         sampling=SamplingParams(max_tokens=max_tokens),

@@ -9,10 +9,10 @@ import pytest
 
 from support import templates
 from support.audits import subject_of
+from support.dialogues import Dialogue
 from support.recorded import make_row, make_trajectory
 from support.scripted_env import ScriptedEnv
 from unbroken.audit.subject import Subject
-from unbroken.drift.conversations import PromptRow
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.retokenising.comparison import compare_trajectory
@@ -41,8 +41,7 @@ async def play(subject: Subject, env: Env, *replies: str) -> Trajectory:
 
 
 def make_lookup() -> Env:
-    row = PromptRow(messages=[{"role": "user", "content": "Look."}], results={"raka": {"value": "pemi"}}, follow_ups=())
-    return row.make_env()
+    return Dialogue([{"role": "user", "content": "Look."}], {"raka": {"value": "pemi"}})
 
 
 def show(member: Trajectory) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.text_codec import TokenTexts
+from unbroken.retokenising.records import match_turns
 from unbroken.runs.records.files import MAX_TEXT, PART, parse_line, read_lines, summarize
 from unbroken.untrusted import check_json
 
@@ -397,36 +398,6 @@ def _describe_ids(ids: set[int], texts: TokenTexts | None) -> dict[str, Any]:
         "texts": {token_id: text.text for token_id, text in found.items()},
         "bytes": {token_id: text.data.hex(" ") for token_id, text in found.items() if "\ufffd" in text.text},
     }
-
-
-def match_turns(rows: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The turn that sampled each node. Nodes get their numbers in the order of the turns; not all are in rows.
-
-    Where turns are not in rows, a node has a turn only if its length leaves no other.
-    """
-    lengths: dict[int, int] = {}
-    for row in rows:
-        for segment in row["segments"]:
-            if segment["origin"] == "sampled":
-                node, length = segment["node"], segment["stop"] - segment["start"]
-                lengths[node] = max(length, lengths.get(node, 0))
-    numbered = [(number, turn["num_sampled"]) for number, turn in enumerate(turns) if turn["num_sampled"]]
-    nodes = sorted(lengths.items())
-    if len(numbered) == len(nodes):
-        return {node: number for (node, _), (number, _) in zip(nodes, numbered, strict=True)}
-    first, last = _match_lengths(nodes, numbered), _match_lengths(nodes[::-1], numbered[::-1])
-    return {node: number for node, number in first.items() if last.get(node) == number}
-
-
-def _match_lengths(nodes: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Match nodes and turns of the same length in this order, each as early as possible; {} if a node is left."""
-    matched, rest = {}, iter(turns)
-    for node, length in nodes:
-        found = next((number for number, of_turn in rest if of_turn == length), None)
-        if found is None:
-            return {}
-        matched[node] = found
-    return matched
 
 
 def match_messages(messages: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> dict[int, int]:

@@ -1,1 +1,0 @@
-"""`unbroken drift`: what retokenising would have changed in a model's own conversations."""
