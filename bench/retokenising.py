@@ -466,7 +466,7 @@ async def make_run(kind: Kind, seed: int, model: Path, output: Path, arguments: 
 
         watch = Watch(trainer=run.trainer, compared=compared, file=output / "steps.jsonl")
         watch.before_update = run.engine.before_update
-        sampler = replace(run.evaluation_sampler, problems=evaluate_on, seed=(seed, 1))
+        sampler = replace(run.sampler, problems=evaluate_on, seed=(seed, 1))
         before = await sample_success(sampler, arguments.num_problems)
         print(f"success before: {before:.3f}, {time.monotonic() - begun:.0f} s", flush=True)
         await train(
