@@ -292,10 +292,10 @@ FULL = """
 import errno
 from pathlib import Path
 from support import letters_recipe
-from unbroken.weights import disk
+from unbroken.weights import store
 
 Config = letters_recipe.Config
-write_weights = disk.write_weights
+write_weights = store.write_weights
 
 def write_unless_full(parent, *arguments, **options):
     if Path(f"{parent.parent}.full").exists():
@@ -303,7 +303,7 @@ def write_unless_full(parent, *arguments, **options):
     return write_weights(parent, *arguments, **options)
 
 async def run(config):
-    disk.write_weights = write_unless_full
+    store.write_weights = write_unless_full
     await letters_recipe.run(config)
 """.replace("import errno", "import errno\nfrom unbroken.errors import WeightsError")
 

@@ -12,6 +12,7 @@ step that fails, or takes longer than four minutes, ends the script with 1.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -19,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from support.served import save_tiny_model, served
+from unbroken.client import AsyncClient
+from unbroken.weights.broadcast import BroadcastPublisher
 
 _STEP_S = 240
 _TRAINER = Path(__file__).parents[1] / "e2e" / "clients" / "trl_native_trainer.py"
@@ -52,9 +54,13 @@ def check(is_so: bool, what: str) -> None:
         raise SystemExit(1)
 
 
-def scores(url: str) -> list[list[float]]:
+def ask_scores(url: str) -> httpx.Response:
     body = {"sequences": _PROMPTS, "temperature": 1.0, "num_top_logprobs": 0}
-    answer = httpx.post(f"{url}/v1/score", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/score", json=body, timeout=60)
+
+
+def scores(url: str) -> list[list[float]]:
+    answer = ask_scores(url)
     assert answer.status_code == 200, answer.text
     return [result["logprobs"] for result in answer.json()["results"]]
 
@@ -147,8 +153,11 @@ else:
 
 
 def break_off(url: str, model: Path, device: str, env: dict[str, str], world_size: int, *, kill: bool) -> None:
-    """A trainer that stops half-way: it is killed, or lives on without a word until the server's deadline of 8 s."""
-    old, before = scores(url), version(url)
+    """A trainer that stops half-way: it is killed, or lives on without a word until the server's deadline of 8 s.
+
+    The model then has weights of two versions, with which nothing is sampled.
+    """
+    before = version(url)
     command = [sys.executable, "-c", _BROKEN, url, str(model), "cpu" if device == "cpu" else "cuda", str(world_size)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
@@ -167,12 +176,31 @@ def break_off(url: str, model: Path, device: str, env: dict[str, str], world_siz
                 check("ANSWER 400" in answer and "bad_weights" in answer, "the silent trainer gets the error")
         finally:
             trainer.kill()
-    with ThreadPoolExecutor(1) as pool:  # the engine answers again when its workers have given up
-        new = pool.submit(scores, url).result(timeout=60)
+    refused = ask_scores(url)  # the engine answers again when its workers have given up
     seconds = time.monotonic() - began
     check(seconds < 30, f"the server answers again after {seconds:.1f} s")
-    check((new, version(url)) == (old, before), "with the old weights")
-    check(httpx.get(f"{url}/health", timeout=10).status_code == 200, "and is healthy")
+    is_refused = refused.status_code == 503 and "weights_incomplete" in refused.text
+    check(is_refused, f"that it has no whole version: {refused.text[:200]}")
+    check(version(url) == before, "with the version before")
+    check(httpx.get(f"{url}/health", timeout=10).status_code == 503, "and is not healthy")
+
+
+async def bring_whole_weights(url: str, folder: Path) -> None:
+    """Publish the weights of a folder as the next version."""
+    from transformers import AutoModelForCausalLM
+
+    weights = list(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    async with AsyncClient(url) as client:
+        publisher = BroadcastPublisher([client], timeout_s=60.0)
+        await publisher.publish(weights, policy_version=version(url) + 1)
+        publisher.close()
+
+
+def repair(url: str, model: Path, first: list[list[float]]) -> None:
+    asyncio.run(bring_whole_weights(url, model))
+    check(httpx.get(f"{url}/health", timeout=10).status_code == 200, "a whole version makes it healthy")
+    apart = distance(first, scores(url))
+    check(apart < 0.01, f"and it scores with that version: {apart:.5f} apart")
 
 
 def main() -> None:
@@ -198,12 +226,15 @@ def main() -> None:
         model = save_tiny_model(Path(folder) / "model", **(_SIZES if args.device == "cuda" else {}))
         begin("starting the server")
         with served(model, *options) as server:
+            first = scores(server.url)
             begin("TRL's trainer")
             train(server.url, model, Path(folder) / "out", args.device, env, 0)
             begin("a trainer that is killed half-way")
             break_off(server.url, model, args.device, env, size + 1, kill=True)
+            repair(server.url, model, first)
             begin("a trainer that says nothing more half-way")
             break_off(server.url, model, args.device, env, size + 1, kill=False)
+            repair(server.url, model, first)
             begin("TRL's trainer again")
             train(server.url, model, Path(folder) / "out", args.device, env, version(server.url))
             begin("stopping the server")

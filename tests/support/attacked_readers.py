@@ -35,7 +35,7 @@ from unbroken.tinker.store import ModelFacts, TinkerStore
 from unbroken.training import state
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.models import read_recipe
-from unbroken.weights.files import FileSource, describe_file, read_manifest, read_tensors, write_tensors, write_weights
+from unbroken.weights.files import FileSource, describe_file, read_tensors, write_tensors, write_weights
 from unbroken.weights.store import VersionStore
 
 WEIGHTS = {"a": torch.ones(4, 4), "b": torch.zeros(3)}
@@ -52,15 +52,15 @@ def _make_version(place: Path) -> Path:
 
 
 def _load_version(version: Path) -> None:
-    files = read_manifest(version)
-    files.verify()
+    store = VersionStore(version.parent)
+    files = store.fetch(store.read(version.name))
     files.check_values()
     assert dict(files.tensors()).keys() == WEIGHTS.keys()
 
 
 def _make_store(place: Path) -> VersionStore:
-    store = VersionStore(f"file://{place}/store")
-    store.write(write_weights(place, WEIGHTS.items(), policy_version=1), before=None)
+    store = VersionStore(f"file://{place}/store", made_in=place)
+    store.write(WEIGHTS.items(), policy_version=1)
     return store
 
 

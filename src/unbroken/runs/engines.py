@@ -278,10 +278,9 @@ async def _connect(
             )
             clients = [await stack.enter_async_context(make_client(url)) for url in engine.urls]
             if config.transport is WeightTransport.FILES:
-                store = None if config.versions_to is None else VersionStore(config.versions_to)
-                publisher = DiskPublisher(
-                    clients, weights, store=store, timeout_s=config.publish_timeout_s, **_updating(config)
-                )
+                to = config.versions_to
+                store = VersionStore(weights) if to is None else VersionStore(to, made_in=weights)
+                publisher = DiskPublisher(clients, store, timeout_s=config.publish_timeout_s, **_updating(config))
                 if isinstance(servers, EngineDirectory):
                     await stack.enter_async_context(
                         _receiving(publisher, dict(zip(engine.urls, clients, strict=True)), servers, make_client)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +14,8 @@ from unbroken.engines.checks import require_updatable
 from unbroken.errors import EngineError, UnbrokenError, WeightsError
 from unbroken.server.http.errors import HttpError
 from unbroken.types import InFlight, WeightReceipt
-from unbroken.weights.files import FileSource, WeightFiles, list_newest_first, read_manifest
-from unbroken.weights.store import StoredVersion, VersionStore, is_store
+from unbroken.weights.files import FileSource
+from unbroken.weights.store import StoredVersion, VersionStore
 
 _LOOK_EVERY_S, _TRY_AGAIN_S = 1.0, 10.0
 
@@ -31,12 +30,10 @@ class WeightLoader:
     """
 
     def __init__(self, engine: Engine, folder: Path | None, versions_from: str | Path | None = None) -> None:
-        """`folder` has the versions that callers may name, and so has `versions_from`, if it is a store's URL."""
+        """`folder` has the versions that callers may name, in any folder inside, and so has `versions_from`."""
         self._engine = engine
         self._folder = None if folder is None else folder.resolve()
-        self._versions: VersionStore | Path | None = None
-        if versions_from is not None:
-            self._versions = VersionStore(str(versions_from)) if is_store(str(versions_from)) else Path(versions_from)
+        self._versions = None if versions_from is None else VersionStore(versions_from)
         self._loaded: tuple[int, str] | None = None
         """Version and digest of the last update made here."""
         self.refused = ""
@@ -66,12 +63,12 @@ class WeightLoader:
             WeightsError: the folder holds no whole version, or a file is not what was written.
             SamplingError, EngineError: as `Engine.update_weights`.
         """
-        read: Callable[[], WeightFiles | StoredVersion]
-        if isinstance(self._versions, VersionStore) and folder.startswith(f"{self._versions.url}/"):
-            read = partial(self._versions.read, folder.removeprefix(f"{self._versions.url}/"))
+        if self._versions is not None and folder.startswith(f"{self._versions.url}/"):
+            store, name = self._versions, folder.removeprefix(f"{self._versions.url}/")
         else:
-            read = partial(read_manifest, self.check_folder(Path(folder)))
-        return await self._run_to_end(self._load(read, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
+            path = self.check_folder(Path(folder))
+            store, name = VersionStore(path.parent), path.name
+        return await self._run_to_end(self._load_named(store, name, policy_version, reuse_kv, in_flight))
 
     async def finish(
         self,
@@ -104,47 +101,49 @@ class WeightLoader:
         task.add_done_callback(self._updates.discard)
         return await asyncio.shield(task)
 
-    async def _load(
-        self,
-        read: Callable[[], WeightFiles | StoredVersion],
-        policy_version: int,
-        *,
-        reuse_kv: bool,
-        in_flight: InFlight,
+    async def _load_named(
+        self, store: VersionStore, name: str, policy_version: int, reuse_kv: bool, in_flight: InFlight
     ) -> bool:
-        async with self._lock:
-            version = await asyncio.to_thread(read)
+        try:
+            version = await asyncio.to_thread(store.read, name)
             if version.policy_version != policy_version:
                 raise HttpError(
                     400,
                     f"policy_version must be that of the folder, {version.policy_version}, got {policy_version}",
                     param="policy_version",
                 )
-            if policy_version == self._engine.policy_version and (digest := await self._find_digest()) is not None:
+            return await self._load(store, version, reuse_kv=reuse_kv, in_flight=in_flight)
+        finally:
+            if store is not self._versions:
+                store.close()
+
+    async def _load(
+        self,
+        store: VersionStore,
+        version: StoredVersion,
+        *,
+        reuse_kv: bool = False,
+        in_flight: InFlight = InFlight.PAUSE,
+    ) -> bool:
+        async with self._lock:
+            is_in_use = version.policy_version == self._engine.policy_version
+            if is_in_use and (digest := await self._find_digest()) is not None:
                 _check_same(version, digest)
                 return False
-            files = await asyncio.to_thread(self._fetch, version)
+            files = await asyncio.to_thread(store.fetch, version)
             await asyncio.to_thread(files.check_values)
             await require_updatable(self._engine).update_weights(
-                FileSource(files.folder), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
+                FileSource(files.folder), policy_version=version.policy_version, reuse_kv=reuse_kv, in_flight=in_flight
             )
-            self._loaded = policy_version, files.digest
+            self._loaded = version.policy_version, version.digest
             return True
-
-    def _fetch(self, version: WeightFiles | StoredVersion) -> WeightFiles:
-        """The files of a version, verified."""
-        if isinstance(version, WeightFiles):
-            version.verify()
-            return version
-        assert isinstance(self._versions, VersionStore)
-        return self._versions.fetch(version)
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """Load the newest version of `versions_from`, and then each newer one, with no trainer that asks for it.
 
-        A version that cannot be loaded is logged and tried again; until then the server has the one before, or of a
-        store the newest whole one.
+        A version that cannot be loaded is logged and tried again; until then the server has the one before, or the
+        newest whole one.
         """
         if self._versions is None:
             yield
@@ -152,7 +151,7 @@ class WeightLoader:
         require_updatable(self._engine)
         self.refused = await self._follow(self._versions)
 
-        async def look(versions: VersionStore | Path) -> None:
+        async def look(versions: VersionStore) -> None:
             while True:
                 await asyncio.sleep(_TRY_AGAIN_S if self.refused else _LOOK_EVERY_S)
                 self.refused = await self._follow(versions)
@@ -163,22 +162,19 @@ class WeightLoader:
         finally:
             looking.cancel()
             await asyncio.wait({looking, *self._updates})
-            if isinstance(self._versions, VersionStore):
-                self._versions.close()
+            self._versions.close()
 
-    async def _follow(self, versions: VersionStore | Path) -> str:
+    async def _follow(self, versions: VersionStore) -> str:
         """Load the newest version unless it is in use; returns why it could not be, which is logged if it is new."""
-        place = versions.url if isinstance(versions, VersionStore) else versions
+        place = versions.url
         try:
-            find = versions.find_newest if isinstance(versions, VersionStore) else partial(_read_newest, versions)
-            newest: WeightFiles | StoredVersion | None = await asyncio.to_thread(find)
+            newest = await asyncio.to_thread(versions.find_newest)
             try:
-                await self._load_newest(newest, place)
+                await self._load_newest(versions, newest)
             except WeightsError:
-                if isinstance(versions, VersionStore):
-                    whole = await asyncio.to_thread(versions.find_whole)
-                    if whole is not None and whole.policy_version > self._engine.policy_version:
-                        await self._load_newest(whole, place)
+                whole = await asyncio.to_thread(versions.find_newest, is_whole=True)
+                if whole is not None and whole != newest and whole.policy_version > self._engine.policy_version:
+                    await self._load_newest(versions, whole)
                 raise
         except (UnbrokenError, HttpError, OSError) as error:
             if str(error) != self.refused:
@@ -190,12 +186,11 @@ class WeightLoader:
             return repr(error)
         return ""
 
-    async def _load_newest(self, newest: WeightFiles | StoredVersion | None, place: str | Path) -> None:
+    async def _load_newest(self, versions: VersionStore, newest: StoredVersion | None) -> None:
         in_use = self._engine.policy_version, await self._find_digest()
         if newest is not None and (newest.policy_version, newest.digest) != in_use:
-            update = self._load(lambda: newest, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
-            await self._run_to_end(update)
-            _log.info("version %d of the weights was loaded from %s", newest.policy_version, place)
+            await self._run_to_end(self._load(versions, newest))
+            _log.info("version %d of the weights was loaded from %s", newest.policy_version, versions.url)
 
     def check_folder(self, folder: Path, *, param: str = "folder") -> Path:
         """The folder without links; `HttpError` naming the field `param` unless it lies in `--weights-dir`."""
@@ -210,20 +205,11 @@ class WeightLoader:
         return path
 
 
-def _read_newest(folder: Path) -> WeightFiles | None:
-    for _ in range(2):  # old versions are removed meanwhile
-        with suppress(FileNotFoundError):
-            paths = list_newest_first(folder)
-            return read_manifest(paths[0]) if paths else None
-    return None
-
-
-def _check_same(version: WeightFiles | StoredVersion, digest: str) -> None:
+def _check_same(version: StoredVersion, digest: str) -> None:
     if version.digest != digest:
-        place = version.folder if isinstance(version, WeightFiles) else version.name
         raise HttpError(
             409,
-            f"version {version.policy_version} is in use with other weights than those in {place}, or with "
+            f"version {version.policy_version} is in use with other weights than those in {version.name}, or with "
             "weights that came by broadcast, which cannot be compared: give new weights a new version, or start "
             "the server again",
             param="policy_version",

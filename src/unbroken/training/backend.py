@@ -322,11 +322,6 @@ class TrainerBackend:
         with self.fail_together():
             stored = read_state(folder, process=self.accelerator.process_index, num_processes=num_processes)
             state = stored.state
-            if stored.whole is not None and len(state.processes) != num_processes:
-                raise CheckpointError(
-                    f"{folder} was saved in format 1 by {len(state.processes)} processes and cannot be resumed by "
-                    f"{num_processes}: start as many, for one step, whose checkpoint any number can resume"
-                )
         if state.model is not None and state.model.dtype != self._origin.dtype:
             raise CheckpointError(
                 f"{folder} is of a model in {state.model.dtype}, and this one is in {self._origin.dtype}: set "

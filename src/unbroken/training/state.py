@@ -38,7 +38,7 @@ from unbroken.training.model.adapters import strip_wrappers
 from unbroken.training.model.pretrained import ModelOrigin
 from unbroken.training.model.sharding import shard_like
 from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file
-from unbroken.weights.files import WeightFile, WeightFiles, describe_file, find_versions, read_manifest
+from unbroken.weights.files import WeightFile, WeightFiles, describe_file
 from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_name
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -71,13 +71,9 @@ class StoredState:
 
     folder: Path
     state: TrainerState
-    whole: Mapping[str, WeightFiles] | None = None
-    """Of format 1, the files of each part; None in this format."""
 
     def names(self, part: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Names, shapes and types of the tensors of one part, such as `weights`."""
-        if self.whole is not None:
-            return {name: _describe(tensor) for name, tensor in self._read_whole(part)}
         stored = FileSystemReader(self.folder).read_metadata().state_dict_metadata
         return {
             name.removeprefix(f"{part}."): (tuple(tensor.size), str(tensor.properties.dtype))
@@ -99,10 +95,6 @@ class StoredState:
                 f"{self.folder} must hold the {part} of this model: {name} is {ours.get(name)} in the model and "
                 f"{theirs.get(name)} in the checkpoint{_QUANTISED if _OF_PROCESS in f'{[*ours, *theirs]}' else ''}"
             )
-        if self.whole is not None:
-            for name, tensor in self._read_whole(part):
-                tensors[name].copy_(shard_like(tensor, tensors[name]))
-            return
         self._read({f"{part}.{name}": tensor for name, tensor in tensors.items() if not _is_interleaved(tensor)})
         for name, tensor in tensors.items():
             if _is_interleaved(tensor):
@@ -116,13 +108,6 @@ class StoredState:
             load(tensors, storage_reader=FileSystemReader(self.folder), no_dist=True)
         except CheckpointException as error:
             raise CheckpointError(f"{self.folder} cannot be read: {_find_cause(error)}") from error
-
-    def _read_whole(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors of format 1, which has the number of a parameter where this one has its name."""
-        assert self.whole is not None
-        for name, tensor in self.whole[part].tensors() if part in self.whole else ():
-            number, _, key = name.partition(".")
-            yield f"{strip_wrappers(self.state.trained[int(number)])}.{key}" if part == "optimizer" else name, tensor
 
 
 def copy_tensors(tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
@@ -218,8 +203,8 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
     """
     try:
         found = read_json_file(folder / _STATE, max_bytes=MAX_ROWS_BYTES)
-        if found["format"] not in (1, _FORMAT_VERSION):
-            raise InvalidInputError(f"format must be 1 or {_FORMAT_VERSION}, got {found['format']!r}")
+        if found["format"] != _FORMAT_VERSION:
+            raise InvalidInputError(f"format must be {_FORMAT_VERSION}, got {found['format']!r}")
         state = TrainerState(
             policy_version=int(found["policy_version"]),
             num_updates=int(found["num_updates"]),
@@ -228,9 +213,6 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
             trained=tuple(found["trained"]),
             model=ModelOrigin(**found["model"]) if found.get("model") else None,
         )
-        if found["format"] == 1:
-            whole = {name: _read_part(folder / name, digest) for name, digest in found["digests"].items()}
-            return StoredState(folder=folder, state=state, whole=whole)
         files = tuple(WeightFile(**file) for file in found["files"])
         if _METADATA not in {file.name for file in files}:
             raise InvalidInputError(f"files must have {_METADATA}, got {[file.name for file in files]}")
@@ -315,15 +297,6 @@ def check_json(value: Mapping[str, Any], *, name: str) -> None:
         raise InvalidInputError(
             f"{name} must not change in JSON (no tuples, only strings as keys): {value!r} comes back as {again!r}"
         )
-
-
-def _read_part(parent: Path, digest: str) -> WeightFiles:
-    (folder,) = find_versions(parent).values()
-    files = read_manifest(folder)
-    files.verify()
-    if files.digest != digest:
-        raise CheckpointError(f"{folder} holds other tensors than those that {_STATE} was written with")
-    return files
 
 
 def _is_interleaved(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Publishes weights to servers through files on a disk that trainer and servers share, or through a store."""
+"""Publishes weights to servers through a store: a folder that trainer and servers share, or an object store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,8 @@ from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableErr
 from unbroken.types import InFlight
 from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import WeightUpdate
-from unbroken.weights.files import WeightFiles, list_newest_first, write_weights
-from unbroken.weights.folders import remove_folder, remove_unfinished
 from unbroken.weights.sources import WeightStream
-from unbroken.weights.store import VersionStore
+from unbroken.weights.store import StoredVersion, VersionStore
 
 if TYPE_CHECKING:
     import torch
@@ -26,33 +23,25 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Version:
-    files: WeightFiles
-    location: str | Path
-    """Where servers find it."""
-
-
 class DiskPublisher:
-    """Writes each version into `folder`, the servers' `--weights-dir`, and has every server load it.
+    """Writes each version into a store, which the servers see too, and has every server load it.
+
+    The store is a folder, the servers' `--weights-dir`, or a `VersionStore`, their `--versions-from`. Where it has
+    deltas, weights are written in the servers' dtype: in float32, nearly every element changes.
 
     A server that has the version answers at once, so a version can be published again for those that missed it. If one
     of several servers is gone, the others get the version, and `missed_by` of the update names it. Until it gets the
     next version, it samples with older weights, which `HttpEngine.require_version` refuses.
 
-    With a `store`, the servers' `--versions-from`, `folder` is the trainer's own: each version goes from there into the
-    store, as what changed since the one before, in the servers' dtype (in float32, nearly every element changes).
-
     Servers may come and go (`admit`, `dismiss`). "All" are those that are there when a version has been written: one
-    that goes meanwhile is left out, one that comes loads the newest version by itself and holds up none of the others.
+    that goes after that is left out, one that comes loads the newest version by itself and holds up none of the others.
     """
 
     def __init__(
         self,
         clients: Sequence[AsyncClient],
-        folder: Path,
+        store: VersionStore | Path,
         *,
-        store: VersionStore | None = None,
         num_kept: int = 2,
         in_flight: InFlight = InFlight.PAUSE,
         reuse_kv: bool = False,
@@ -61,7 +50,7 @@ class DiskPublisher:
         """Publish to the servers of `clients` (one or more), which the caller closes; keep `num_kept` >= 1 versions.
 
         A server that has not loaded a version within `timeout_s` has failed. `reuse_kv` keeps keys and values of older
-        weights. The caller closes the `store`.
+        weights.
         """
         if not clients:
             raise InvalidInputError("clients must hold at least one client, got none")
@@ -70,15 +59,14 @@ class DiskPublisher:
         if not timeout_s > 0:
             raise InvalidInputError(f"timeout_s must be > 0, got {timeout_s}")
         self._clients = list(clients)
-        self._folder = folder.resolve()
+        self._store = store if isinstance(store, VersionStore) else VersionStore(store)
         self._num_kept = num_kept
         self._in_flight = in_flight
         self._reuse_kv = reuse_kv
         self._timeout_s = timeout_s
-        self._store = store
         self._dtype: str | None = None
-        """Of all servers, if they have one, once it is known; for a store."""
-        self._newest: _Version | None = None
+        """Of all servers, if they have one, once it is known; for deltas."""
+        self._newest: StoredVersion | None = None
 
     async def admit(self, client: AsyncClient) -> None:
         """Bring a server the newest version, and all that follow. It may be one of the servers already.
@@ -93,7 +81,7 @@ class DiskPublisher:
             await self._load(client, newest)
         if client not in self._clients:
             self._clients.append(client)
-        if self._newest is not None and self._newest is not newest:  # written meanwhile, for those that were there
+        if self._newest is not None and self._newest is not newest:  # written while this one was loaded
             await self._load(client, self._newest)
 
     def dismiss(self, client: AsyncClient) -> None:
@@ -112,7 +100,7 @@ class DiskPublisher:
             EngineError: a running server did not take it; the message names each of them.
         """
         started = time.perf_counter()
-        if self._store is not None and self._dtype is None:
+        if self._store.has_deltas and self._dtype is None:
             self._dtype = await _find_dtype(self._clients)
         version = await asyncio.to_thread(self._write, named_parameters, policy_version)
         self._newest = version
@@ -123,30 +111,21 @@ class DiskPublisher:
         if failed:
             others_have_it = len(failed) < len(asked)
             await self._check_failures(failed, policy_version, len(clients), others_have_it=others_have_it)
-        await asyncio.to_thread(self._remove_old, version.files.folder)
+        await asyncio.to_thread(self._remove_old)
         missed_by = [client.base_url for client in clients if client not in asked or client in failed]
         return WeightUpdate(
-            num_bytes=version.files.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
+            num_bytes=version.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
         )
 
-    def _write(self, named_parameters: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> _Version:
-        remove_unfinished(self._folder, "version-")  # what killed writers left: the folder has one writer
-        if self._store is None:
-            files = write_weights(self._folder, named_parameters, policy_version=policy_version)
-            return _Version(files=files, location=files.folder)
-        before = self._newest
-        if before is not None and before.files.policy_version == policy_version:
-            before = None  # its folder is replaced; and who could not take the version may take it whole
-        files = write_weights(self._folder, _cast(named_parameters, self._dtype), policy_version=policy_version)
-        stored = self._store.write(files, before=None if before is None else before.files)
-        return _Version(files=files, location=f"{self._store.url}/{stored.name}")
+    def _write(self, named_parameters: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> StoredVersion:
+        return self._store.write(_cast(named_parameters, self._dtype), policy_version=policy_version)
 
-    async def _load(self, client: AsyncClient, version: _Version) -> None:
+    async def _load(self, client: AsyncClient, version: StoredVersion) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await client.load_weights(
-                    version.location,
-                    policy_version=version.files.policy_version,
+                    f"{self._store.url}/{version.name}",
+                    policy_version=version.policy_version,
                     reuse_kv=self._reuse_kv,
                     in_flight=self._in_flight,
                 )
@@ -174,20 +153,14 @@ class DiskPublisher:
         kind = ServerUnreachableError if all(are_gone) else EngineError
         raise kind(
             f"version {policy_version} of the weights was not taken by {len(failed)} of {num_servers} servers "
-            f"({reasons}). It stays in {self._folder if self._store is None else self._store.url}: publish it again "
-            "once they can"
+            f"({reasons}). It stays in {self._store.url}: publish it again once they can"
         ) from next(iter(failed.values()))
 
-    def _remove_old(self, newest: Path) -> None:
-        """Keep the version that was just written, and the most recently written of the others."""
-        others = [path for path in list_newest_first(self._folder) if path != newest]
-        for path in others[self._num_kept - 1 :]:
-            remove_folder(path)
-        if self._store is not None:
-            try:
-                self._store.remove_old(self._num_kept)
-            except WeightsError as error:  # servers have the newest; the next update tries again
-                _logger.warning("old versions stay: %s", error)
+    def _remove_old(self) -> None:
+        try:
+            self._store.remove_old(self._num_kept)
+        except WeightsError as error:  # the servers have the version; whoever may not delete runs out of room
+            _logger.warning("old versions stay: %s", error)
 
 
 async def _find_healthy(clients: Sequence[AsyncClient]) -> Sequence[AsyncClient]:

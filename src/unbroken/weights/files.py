@@ -1,8 +1,10 @@
 """One version of the weights as files: renamed when whole and on the disk, verified before any is used.
 
-weights/version-00000007/
+weights/version-00000007-91fe.../
 00000.safetensors  00001.safetensors ...
 manifest.json      the version, and name, bytes and SHA-256 of each file
+
+The folder's name has the version and the beginning of its digest, so that it never has other contents later.
 """
 
 from __future__ import annotations
@@ -10,20 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
-import stat
-import tempfile
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, UnbrokenError, WeightsError
-from unbroken.untrusted import check_regular, read_json_file
-from unbroken.weights.folders import atomic_folder, flush_to_disk
+from unbroken.untrusted import check_regular
+from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_name
 from unbroken.weights.sources import (
     NamedTensors,
     SharedSource,
@@ -37,16 +35,11 @@ from unbroken.weights.sources import (
 if TYPE_CHECKING:
     import torch
 
-_MANIFEST = "manifest.json"
-_FORMAT = 1
+MANIFEST = "manifest.json"
+FORMAT = 1
 MAX_MANIFEST_BYTES = 2**24
 """Bytes: some hundred thousand files of 1 GB."""
-_VERSION_NAME = re.compile(r"version-(\d{8,})")
-_REMEMBERED_S = 600.0
-_MIN_REMEMBERED_BYTES = 2**23
-"""Smaller files are read in milliseconds."""
-_TICK_NS = 50_000_000
-"""Times of files are as fine as the kernel's clock ticks, a few ms."""
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,32 +73,10 @@ class WeightFiles:
         """Compare files and manifest; `WeightsError` names one that is missing, cut short, changed or extra."""
         for path in self.folder.glob("*.safetensors"):
             if path.name not in {file.name for file in self.files}:
-                raise WeightsError(f"weight file {path} is not in the {_MANIFEST} of its folder: remove it")
+                raise WeightsError(f"weight file {path} is not in the {MANIFEST} of its folder: remove it")
         for file in self.files:
-            path = self.folder / file.name
-            if path.exists() and not path.is_file():  # hashing a pipe or a device would never end
-                raise WeightsError(f"weight file {path} is no regular file")
-            if path.exists() and (size := path.stat().st_size) != file.num_bytes:  # before all of it is read
-                raise WeightsError(
-                    f"weight file {path} must have {file.num_bytes} bytes, got {size}: write the version again"
-                )
-        sums: dict[str, str] = {}
-        for wait in (False, True):  # other servers of this machine may be at some of them
-            for file in self.files:
-                path = self.folder / file.name
-                try:
-                    if file.name not in sums and (known := _sha256_once(path, wait=wait)) is not None:
-                        sums[file.name] = known
-                except OSError as error:
-                    raise WeightsError(f"weight file {path} cannot be read: {error.strerror}") from error
-        for file in self.files:
-            path = self.folder / file.name
-            found = WeightFile(name=file.name, num_bytes=path.stat().st_size, sha256=sums[file.name])
-            if found != file:
-                raise WeightsError(
-                    f"weight file {path} must have {file.num_bytes} bytes with SHA-256 {file.sha256[:12]}..., got "
-                    f"{found.num_bytes} with {found.sha256[:12]}...: write the version again"
-                )
+            _check_file(self.folder / file.name, file)
+        in_threads(lambda file: _check_contents(self.folder / file.name, file), self.files)
 
     def check_values(self) -> None:
         """Check that every tensor has floating-point numbers, all of them finite; reads the files once.
@@ -131,59 +102,42 @@ class WeightFiles:
 def write_weights(
     parent: Path, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, file_bytes: int = 2**30
 ) -> WeightFiles:
-    """Write one version into its own folder in `parent`, which is there whole or not at all (`atomic_folder`).
+    """Write one whole version into its own folder in `parent`, which is there whole or not at all.
 
-    Tensors are copied to the CPU one file at a time. An existing folder of the version is replaced. If the version
-    cannot be written (a full disk, say), nothing is left of it, and `WeightsError` is raised.
+    Tensors are copied to the CPU one file at a time. If the version cannot be written (a full disk, say), nothing is
+    left of it, and `WeightsError` is raised. A process that is killed leaves `.version-NUMBER-HEX`, which
+    `folders.remove_unfinished` removes.
     """
-    folder = parent / f"version-{policy_version:08}"
+    temporary = temporary_name(parent / f"version-{policy_version:08}")
     try:
-        with atomic_folder(folder) as temporary:
-            files = tuple(map(describe_file, write_tensors(temporary, weights, file_bytes=file_bytes)))
-            manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
-            (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-            flush_to_disk(temporary / _MANIFEST)
+        temporary.mkdir(parents=True)
+        files = tuple(map(describe_file, write_tensors(temporary, weights, file_bytes=file_bytes)))
+        (temporary / MANIFEST).write_bytes(write_manifest(policy_version, files))
+        flush_to_disk(temporary / MANIFEST)
+        digest = WeightFiles(folder=temporary, policy_version=policy_version, files=files).digest
+        folder = parent / f"version-{policy_version:08}-{digest[:12]}"
+        complete_folder(temporary, folder)
     except OSError as error:
         raise WeightsError(
             f"version {policy_version} of the weights cannot be written to {parent}: {error}. The engines keep the "
             "version that they have; make room, or name another folder"
         ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return WeightFiles(folder=folder, policy_version=policy_version, files=files)
 
 
-def read_manifest(folder: Path) -> WeightFiles:
-    """Read a folder's manifest; `verify` checks the files. `WeightsError` if the folder holds no whole version."""
-    try:
-        manifest = read_json_file(folder / _MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
-        if manifest["format"] != _FORMAT:
-            raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
-        files = parse_files(manifest["files"])
-        return WeightFiles(folder=folder, policy_version=parse_version(manifest["policy_version"]), files=files)
-    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # int(1e999) overflows
-        raise WeightsError(
-            f"{folder} must hold a version of the weights with its {_MANIFEST}: {type(error).__name__}: {error}"
-        ) from error
+def write_manifest(policy_version: int, files: Iterable[WeightFile], base: str | None = None) -> bytes:
+    """Write a manifest as JSON; `base` is the version that deltas are against, None if the files are whole."""
+    described = [asdict(file) for file in files]
+    manifest = {"format": FORMAT, "policy_version": policy_version, "base": base, "files": described}
+    return json.dumps(manifest, indent=1).encode()
 
 
 def describe_file(path: Path) -> WeightFile:
     """Flush a file to the disk and describe it."""
     flush_to_disk(path)
     return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
-
-
-def find_versions(parent: Path) -> dict[int, Path]:
-    """Find the whole versions in a folder, lowest first."""
-    found = ((_VERSION_NAME.fullmatch(path.name), path) for path in (parent.iterdir() if parent.is_dir() else ()))
-    return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
-
-
-def list_newest_first(parent: Path) -> list[Path]:
-    """The whole versions in a folder, the one that was written last first.
-
-    Numbers alone do not say which is newest: a run that begins anew finds higher ones of the run before. Raises
-    `FileNotFoundError` if one is removed meanwhile.
-    """
-    return sorted(find_versions(parent).values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def parse_version(value: Any) -> int:
@@ -205,56 +159,35 @@ def _weight_file(entry: dict[str, Any]) -> WeightFile:
     return WeightFile(name=name, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))
 
 
+def _check_file(path: Path, file: WeightFile) -> None:
+    """Refuse what shows before a file is read: a wrong size, or what is no regular file."""
+    if path.exists() and not path.is_file():  # hashing a pipe or a device would never end
+        raise WeightsError(f"weight file {path} is no regular file")
+    if path.exists() and (size := path.stat().st_size) != file.num_bytes:
+        raise WeightsError(f"weight file {path} must have {file.num_bytes} bytes, got {size}: write the version again")
+
+
+def _check_contents(path: Path, file: WeightFile) -> None:
+    try:
+        found = _sha256(path)
+    except OSError as error:
+        raise WeightsError(f"weight file {path} cannot be read: {error.strerror}") from error
+    if found != file.sha256:
+        raise WeightsError(
+            f"weight file {path} must have SHA-256 {file.sha256[:12]}..., got {found[:12]}...: write the version again"
+        )
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sha256_once(path: Path, *, wait: bool) -> str | None:
-    """The file's SHA-256, which one process of this user and machine computes for all others in the next minutes.
-
-    They leave it in a file named by all that `stat` says of the weight file, where any change of it shows: one that is
-    so new that another change might have the same time is not remembered. None if another process is computing it, and
-    it is not to be waited for.
-    """
-    status = path.stat()
-    if status.st_size < _MIN_REMEMBERED_BYTES:
-        return _sha256(path)
-    identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _TICK_NS
-    try:
-        import fcntl
-
-        folder = Path(tempfile.gettempdir(), f"unbroken-sums-{os.getuid()}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        of_folder = folder.lstat()
-        if not stat.S_ISDIR(of_folder.st_mode) or of_folder.st_uid != os.getuid() or of_folder.st_mode & 0o077:
-            return _sha256(path)
-        note = (folder / "-".join(map(str, identity))).open("a+")
-    except (OSError, ImportError, AttributeError):  # ImportError, AttributeError: Windows
-        return _sha256(path)
-    with note:
-        try:
-            fcntl.flock(note, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return None
-        except OSError:  # of a file system without locks
-            return _sha256(path)
-        note.seek(0)
-        found = note.read()
-        if len(found) == 64 and time.time() - os.fstat(note.fileno()).st_mtime < _REMEMBERED_S:
-            return found
-        found = _sha256(path)
-        with suppress(OSError):  # no room
-            note.truncate(0)
-            if is_settled:
-                os.write(note.fileno(), found.encode())
-        fcntl.flock(note, fcntl.LOCK_UN)  # a fork may have the descriptor too
-    with suppress(OSError):
-        for other in folder.iterdir():
-            if time.time() - other.stat().st_mtime > 2 * _REMEMBERED_S:
-                other.unlink()
-    return found
+def in_threads(work: Callable[[Any], object], items: Iterable[Any]) -> None:
+    """Do the work for each item, in as many threads as there are processors, at most 8; raises the first error."""
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        for _ in threads.map(work, items):
+            pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
-"""Versions of the weights in a store, an object store say: most of them as what changed, from which servers make files.
+"""Versions of the weights in a store: a folder that trainer and servers see, or an object store.
 
-s3://bucket/run/
+s3://bucket/run/                 or a folder, OUTPUT/weights
 newest.json                      the names of the newest version and of the newest whole one
 version-00000006-5a0c.../        manifest.json, 00000.safetensors ...
 version-00000007-91fe.../        manifest.json, which names its base, 00000.safetensors.delta ...
+
+A trainer that writes into a folder writes whole versions there, which servers read where they lie. One that has a
+folder elsewhere makes each version there and brings the store what changed; servers make the files of it.
 
 A manifest has the SHA-256 of the *whole* files, also where only deltas are: what was made from a base and deltas is
 what was written, or it is not used. No name has other contents later, but for `newest.json`, which is written last.
@@ -27,12 +30,11 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec.core
 import numpy as np
@@ -40,17 +42,29 @@ import numpy.typing as npt
 
 from unbroken.errors import InvalidInputError, UnbrokenError, WeightsError
 from unbroken.untrusted import read_json
-from unbroken.weights.files import MAX_MANIFEST_BYTES, WeightFile, WeightFiles, parse_files, parse_version
-from unbroken.weights.folders import atomic_folder, temporary_name
+from unbroken.weights.files import (
+    FORMAT,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    WeightFile,
+    WeightFiles,
+    in_threads,
+    parse_files,
+    parse_version,
+    write_manifest,
+    write_weights,
+)
+from unbroken.weights.folders import atomic_folder, flush_to_disk, remove_unfinished, temporary_name
 
-_MANIFEST, _NEWEST = "manifest.json", "newest.json"
-_FORMAT = 1
+if TYPE_CHECKING:
+    import torch
+
+_NEWEST = "newest.json"
 _NAME = re.compile(r"version-\d{8,}-[0-9a-f]{12}")
 _LOCAL = ("file", "local")
 _BLOCK_BYTES = 2**24
 _MAX_SHARE = 0.5
 """A delta that has a larger share of the whole files' bytes is not worth its chain."""
-_MAX_THREADS = 8
 _CACHE, _NEW_S = "unbroken-versions-", 60.0
 Words = npt.NDArray[np.uint16]
 
@@ -69,41 +83,60 @@ class StoredVersion:
     @property
     def digest(self) -> str:
         """That of `WeightFiles`."""
-        return WeightFiles(folder=Path(), policy_version=self.policy_version, files=self.files).digest
+        return self.in_folder(Path()).digest
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole files."""
+        return self.in_folder(Path()).num_bytes
 
-def is_store(location: str) -> bool:
-    """Whether a location is a URL, such as s3://bucket/run, and not a folder."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", location) is not None
+    def in_folder(self, folder: Path) -> WeightFiles:
+        """The whole files, where a folder has them."""
+        return WeightFiles(folder=folder, policy_version=self.policy_version, files=self.files)
 
 
 class VersionStore:
     """One trainer's versions. Each process that writes or reads has its own object; its methods block."""
 
-    def __init__(self, url: str, *, full_every: int = 10) -> None:
-        """`url` is one of fsspec's. Every `full_every`-th version is written whole: a server that comes reads it, and
-        the deltas since.
+    def __init__(self, place: str | Path, *, made_in: Path | None = None, full_every: int = 10) -> None:
+        """`place` is a folder, or one of fsspec's URLs.
+
+        A writer makes its versions in the folder `made_in`, its own, and writes to `place` what changed since the one
+        before. Without `made_in` the place must be a folder, in which each version is made, and stays, whole. Of
+        deltas every `full_every`-th version is written whole: a server that comes reads it, and the deltas since.
 
         Raises:
             InvalidInputError: the URL cannot be used, or needs a package that is not installed.
         """
         if full_every < 1:
             raise InvalidInputError(f"full_every must be at least 1, got {full_every}")
-        self.url = url.rstrip("/")
+        self.url = str(place).rstrip("/") if _is_url(place) else str(Path(place).resolve())
         self._full_every = full_every
-        protocol = self.url.partition("://")[0].lower()
+        is_local = not _is_url(place) or self.url.partition("://")[0].lower() in _LOCAL
+        options = {"auto_mkdir": True} if is_local else {}
+        self._files: Any
+        self._root: str
         try:
-            options = {"auto_mkdir": True} if protocol in _LOCAL else {}
-            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+            if _is_url(place):
+                self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+            else:  # a folder's name may have "::", which in a URL is a chain
+                self._files, self._root = fsspec.filesystem("file", **options), self.url
         except (ImportError, ValueError) as error:
             raise InvalidInputError(f"the store {self.url} cannot be used: {error}") from error
+        self._folder = Path(self._root) if is_local else None
+        self._made_in = self._folder if made_in is None else made_in.resolve()
         self._written: list[StoredVersion] = []
         """Versions of this object's, the newest last: those since the whole one that the oldest kept one needs."""
         self._local: tuple[str, WeightFiles] | None = None
-        """The version that was made here last: its name, and its files."""
+        """The version that was made here last by a reader: its name, and its files."""
         self._cache: tempfile.TemporaryDirectory[str] | None = None
         self._lock = -1
         """Of the cache, which the system frees when this process ends, however it ends."""
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether this writer writes what changed, and makes its versions elsewhere."""
+        return self._made_in != self._folder
 
     def close(self) -> None:
         """Remove what was made here."""
@@ -116,46 +149,72 @@ class VersionStore:
 
     # Writing
 
-    def write(self, files: WeightFiles, *, before: WeightFiles | None) -> StoredVersion:
-        """Write a version, as deltas against the one that was written `before`, whose files are still there, if that
-        is worth it. Raises `WeightsError` if it cannot be written.
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int) -> StoredVersion:
+        """Write a version: whole, or as deltas against the one that was written before, if that is worth it.
+
+        A version that is written again is written whole, for those that could not take it. Raises `WeightsError` if it
+        cannot be written; the newest version is then the one before.
         """
-        name = f"version-{files.policy_version:08}-{files.digest[:12]}"
-        base = self._find_base(name, files, before)
-        own = temporary_name(files.folder)
-        try:
-            with self._explained("written"):
-                paths = {} if base is None or before is None else _write_deltas(own, before, files)
-                if not paths or sum(path.stat().st_size for path in paths.values()) > _MAX_SHARE * files.num_bytes:
-                    base, paths = None, {file.name: files.folder / file.name for file in files.files}
-                _in_threads(lambda item: self._files.put_file(str(item[1]), self._path(name, item[0])), paths.items())
-                version = StoredVersion(name=name, policy_version=files.policy_version, files=files.files, base=base)
-                manifest = {"format": _FORMAT, **asdict(version)}
-                self._files.pipe_file(self._path(name, _MANIFEST), json.dumps(manifest, indent=1).encode())
-                self._written.append(version)
-                newest = {"newest": name, "whole": next(v.name for v in reversed(self._written) if v.base is None)}
-                self._files.pipe_file(self._path(_NEWEST), json.dumps(newest).encode())
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
+        if self._made_in is None:
+            raise InvalidInputError(f"a writer to {self.url} needs a folder to make its versions in (made_in)")
+        remove_unfinished(self._made_in, "version-")  # what killed writers left: the folder has one writer
+        files = write_weights(self._made_in, weights, policy_version=policy_version)
+        with self._explained("written"):
+            base = self._copy(files) if self.has_deltas else None
+            version = StoredVersion(name=files.folder.name, policy_version=policy_version, files=files.files, base=base)
+            self._written.append(version)
+            whole = next(each.name for each in reversed(self._written) if each.base is None)
+            self._write_newest(json.dumps({"newest": version.name, "whole": whole}).encode())
         return version
 
-    def _find_base(self, name: str, files: WeightFiles, before: WeightFiles | None) -> str | None:
+    def _copy(self, files: WeightFiles) -> str | None:
+        """Copy a version that was made elsewhere; return the base of its deltas, None if it was copied whole."""
+        base, own = self._find_base(files), temporary_name(files.folder)
+        try:
+            paths = {} if base is None else _write_deltas(own, files.folder.with_name(base), files)
+            if not paths or sum(path.stat().st_size for path in paths.values()) > _MAX_SHARE * files.num_bytes:
+                base, paths = None, {file.name: files.folder / file.name for file in files.files}
+            name = files.folder.name
+            in_threads(lambda item: self._files.put_file(str(item[1]), self._path(name, item[0])), paths.items())
+            self._files.pipe_file(self._path(name, MANIFEST), write_manifest(files.policy_version, files.files, base))
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+        return base
+
+    def _find_base(self, files: WeightFiles) -> str | None:
         """The version that deltas may be made against."""
-        if before is None or not self._written or self._written[-1].digest != before.digest:
+        if not self._written or self._written[-1].policy_version == files.policy_version:
             return None
         base = self._written[-1]
         num_deltas = next(k for k, version in enumerate(reversed(self._written)) if version.base is None)
-        is_one = num_deltas + 1 < self._full_every and base.name != name and _sizes(base.files) == _sizes(files.files)
+        is_one = num_deltas + 1 < self._full_every and _sizes(base.files) == _sizes(files.files)
         return base.name if is_one else None
+
+    def _write_newest(self, content: bytes) -> None:
+        if self._folder is None:
+            self._files.pipe_file(self._path(_NEWEST), content)
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        temporary = self._folder / f".{_NEWEST}"
+        temporary.write_bytes(content)
+        flush_to_disk(temporary)
+        temporary.replace(self._folder / _NEWEST)  # a server that reads it now reads all of it
 
     def remove_old(self, num_kept: int) -> None:
         """Remove what none of the newest `num_kept` versions needs, of earlier runs in this place too."""
+        if not self._written:
+            return
+        newest = self._written[-1].name
         first = max(len(self._written) - num_kept, 0)
         while self._written[first].base is not None:
             first -= 1
         self._written = self._written[first:]
         kept = {version.name for version in self._written}
         with self._explained("cleaned"):
+            if self.has_deltas and self._made_in is not None:
+                for folder in self._made_in.iterdir():
+                    if _NAME.fullmatch(folder.name) and folder.name != newest:  # the next delta needs the newest
+                        shutil.rmtree(folder, ignore_errors=True)
             self._files.invalidate_cache()
             for path in self._files.ls(self._root, detail=False):
                 name = path.rstrip("/").rpartition("/")[2]
@@ -164,35 +223,45 @@ class VersionStore:
 
     # Reading
 
-    def find_newest(self) -> StoredVersion | None:
-        """Find the newest version; None if there is none yet. Raises `WeightsError` if the store cannot be read."""
-        return self._find("newest")
+    def find_newest(self, *, is_whole: bool = False) -> StoredVersion | None:
+        """Find the newest version, or with `is_whole` the newest that needs no other one; None if there is none yet.
 
-    def find_whole(self) -> StoredVersion | None:
-        """Find the newest version that needs no other one, as `find_newest`."""
-        return self._find("whole")
+        Raises `WeightsError` if the store cannot be read.
+        """
+        with self._explained("read"):
+            try:
+                names = self._read_json(_NEWEST)
+            except FileNotFoundError:
+                return None
+            name = str(names["whole" if is_whole else "newest"])
+        return self.read(name)
 
     def read(self, name: str) -> StoredVersion:
         """Read a version's manifest. Raises `WeightsError` if there is none."""
-        if _NAME.fullmatch(name) is None:
-            raise WeightsError(f"a version in {self.url} must be version-NUMBER-DIGEST, got {name!r}")
-        with self._explained("read"):
-            manifest = self._read_json(name, _MANIFEST)
-            if manifest["format"] != _FORMAT:
-                raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
+        with self._explained("read", name):
+            _check_name(name)
+            manifest = self._read_json(name, MANIFEST)
+            if manifest["format"] != FORMAT:
+                raise InvalidInputError(f"format must be {FORMAT}, got {manifest['format']!r}")
+            if (base := manifest["base"]) is not None:
+                _check_name(base)
             return StoredVersion(
                 name=name,
                 policy_version=parse_version(manifest["policy_version"]),
                 files=parse_files(manifest["files"]),
-                base=None if manifest["base"] is None else str(manifest["base"]),
+                base=base,
             )
 
     def fetch(self, version: StoredVersion) -> WeightFiles:
-        """Make the whole files of a version on this machine, and verify them; those of the one before are removed.
+        """Verify the whole files of a version, where they lie or made of deltas here; those made before are removed.
 
         Raises:
             WeightsError: a part of it is missing, or it is not what was written.
         """
+        if self._folder is not None and version.base is None:
+            files = version.in_folder(self._folder / version.name)
+            files.verify()
+            return files
         before = self._local
         if before is not None and before[1].digest == version.digest:
             before[1].verify()
@@ -222,8 +291,8 @@ class VersionStore:
                 self._lock = _lock(Path(self._cache.name))
         folder = Path(self._cache.name, version.name)
         with atomic_folder(folder) as temporary, self._explained("read"):
-            _in_threads(lambda file: self._make_file(chain, file, temporary / file.name), version.files)
-        return WeightFiles(folder=folder, policy_version=version.policy_version, files=version.files)
+            in_threads(lambda file: self._make_file(chain, file, temporary / file.name), version.files)
+        return version.in_folder(folder)
 
     def _find_chain(self, version: StoredVersion) -> list[StoredVersion]:
         """A version, its base, ... up to a whole one, or to one whose base is here."""
@@ -260,15 +329,6 @@ class VersionStore:
                 f"SHA-256 {file.sha256[:12]}..., got {path.stat().st_size} with {found[:12]}...: write it again"
             )
 
-    def _find(self, key: str) -> StoredVersion | None:
-        with self._explained("read"):
-            try:
-                names = self._read_json(_NEWEST)
-            except FileNotFoundError:
-                return None
-            name = str(names[key])
-        return self.read(name)
-
     def _get(self, target: Path, *names: str, max_bytes: int) -> None:
         """Copy a file of the store."""
         self._check_size(self._path(*names), max_bytes)
@@ -291,15 +351,15 @@ class VersionStore:
         return "/".join((self._root, *names))
 
     @contextmanager
-    def _explained(self, verb: str) -> Iterator[None]:
+    def _explained(self, verb: str, name: str = "") -> Iterator[None]:
+        """Raise any error of a store as `WeightsError` that names the store, and the version of this `name`."""
+        place = f"version {name} in {self.url}" if name else f"the versions in {self.url}"
         try:
             yield
         except UnbrokenError as error:
-            raise error if isinstance(error, WeightsError) else WeightsError(f"{self.url}: {error}") from error
+            raise error if isinstance(error, WeightsError) else WeightsError(f"{place}: {error}") from error
         except Exception as error:  # each store has its own
-            raise WeightsError(
-                f"the versions in {self.url} cannot be {verb}: {type(error).__name__}: {error}"[:2000]
-            ) from error
+            raise WeightsError(f"{place} cannot be {verb}: {type(error).__name__}: {error}"[:2000]) from error
 
 
 def _remove_abandoned() -> None:
@@ -323,24 +383,28 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise InvalidInputError(f"a version must be version-NUMBER-DIGEST, got {name!r}")
+
+
+def _is_url(place: str | Path) -> bool:
+    """Whether a place is a URL, such as s3://bucket/run, and not a folder."""
+    return isinstance(place, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", place) is not None
+
+
 def _sizes(files: Iterable[WeightFile]) -> list[tuple[str, int]]:
     return [(file.name, file.num_bytes) for file in files]
 
 
-def _in_threads(work: Callable[[Any], object], items: Iterable[Any]) -> None:
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        for _ in threads.map(work, items):
-            pass
-
-
-def _write_deltas(folder: Path, before: WeightFiles, files: WeightFiles) -> dict[str, Path]:
+def _write_deltas(folder: Path, before: Path, files: WeightFiles) -> dict[str, Path]:
     folder.mkdir()
     paths = {f"{file.name}.delta": folder / f"{file.name}.delta" for file in files.files}
 
     def write(file: WeightFile) -> None:
-        _write_delta(before.folder / file.name, files.folder / file.name, paths[f"{file.name}.delta"])
+        _write_delta(before / file.name, files.folder / file.name, paths[f"{file.name}.delta"])
 
-    _in_threads(write, files.files)
+    in_threads(write, files.files)
     return paths
 
 

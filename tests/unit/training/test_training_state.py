@@ -21,7 +21,6 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
-from unbroken.weights.files import write_weights
 
 
 def make_trainer(**sizes) -> Trainer:
@@ -119,42 +118,6 @@ def test_averages_of_other_parameters_than_those_that_train_are_refused(saved, p
     model.model.get_submodule(part).requires_grad_(False)
     with pytest.raises(CheckpointError, match=r"must hold averages of the trained parameters: .* parameter"):
         Trainer(model, TrainerConfig()).load(folder)
-
-
-def write_format_1(folder, trainer: Trainer, checkpoint) -> None:
-    """Write what a checkpoint of `trainer` holds as the releases before wrote it."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    averages = trainer.backend.optimizer.state_dict()["state"]
-    parts = {
-        "weights": write_weights(folder / "weights", trainer.named_weights(), policy_version=2),
-        "optimizer": write_weights(
-            folder / "optimizer",
-            [(f"{number}.{key}", tensor) for number, of_one in averages.items() for key, tensor in of_one.items()],
-            policy_version=2,
-        ),
-    }
-    del state["files"]
-    state |= {"format": 1, "digests": {name: files.digest for name, files in parts.items()}}
-    (folder / "state.json").write_text(json.dumps(state))
-
-
-def test_a_checkpoint_of_format_1_goes_on_bit_for_bit(saved, tmp_path):
-    trainer, folder = saved
-    write_format_1(tmp_path / "old", trainer, folder)
-    path = tmp_path / "old/state.json"
-    state = json.loads(path.read_text())
-    loaded = make_trainer(seed=7)
-    assert loaded.load(tmp_path / "old") == {"numbers": [1, 0.1]}
-    for each in (trainer, loaded):
-        each.step(rows(2))
-    assert equal_weights(trainer, loaded)
-    path.write_text(json.dumps(state | {"processes": state["processes"] * 2}))
-    with pytest.raises(CheckpointError, match="saved in format 1 by 2 processes and cannot be resumed by 1: start as"):
-        make_trainer().load(tmp_path / "old")
-    (file,) = (tmp_path / "old").glob("optimizer/*/*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"old must hold a whole checkpoint: .*00000\.safetensors must have"):
-        make_trainer().load(tmp_path / "old")
 
 
 def test_a_checkpoint_of_two_processes_goes_on_in_one_with_the_state_of_the_first(saved):

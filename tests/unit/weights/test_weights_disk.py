@@ -23,14 +23,20 @@ from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableErr
 from unbroken.types import SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.disk import DiskPublisher
-from unbroken.weights.files import find_versions, write_weights
+from unbroken.weights.files import write_weights
 from unbroken.weights.sources import TensorSource
+from unbroken.weights.store import VersionStore
 
 IDS = token_ids([1, 2, 3, 4, 5])
 
 
 def model(seed: int) -> Any:
     return tiny_qwen3(vocab_size=len(server_tokenizer()), seed=seed)
+
+
+def list_versions(folder: Path) -> list[int]:
+    """The versions in a folder, lowest first."""
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("version-*"))
 
 
 @asynccontextmanager
@@ -173,7 +179,7 @@ async def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
         publisher = DiskPublisher([client], tmp_path)
         for version in (1, 2, 3):
             await publisher.publish(model(version).named_parameters(), policy_version=version)
-    assert list(find_versions(tmp_path)) == [2, 3]
+    assert list_versions(tmp_path) == [2, 3]
 
 
 async def test_a_version_just_written_is_kept_though_a_run_before_had_higher_ones(tmp_path: Path) -> None:
@@ -183,8 +189,8 @@ async def test_a_version_just_written_is_kept_though_a_run_before_had_higher_one
         publisher = DiskPublisher([client], tmp_path)
         for version in (1, 2):
             await publisher.publish(model(version).named_parameters(), policy_version=version)
-            assert version in find_versions(tmp_path)
-    assert list(find_versions(tmp_path)) == [1, 2]
+            assert version in list_versions(tmp_path)
+    assert list_versions(tmp_path) == [1, 2]
 
 
 async def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
@@ -194,7 +200,7 @@ async def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
     async with servers(tmp_path) as (client,):
         await DiskPublisher([client], tmp_path).publish(model(1).named_parameters(), policy_version=1)
     assert not left.exists()
-    assert list(find_versions(tmp_path)) == [1]
+    assert list_versions(tmp_path) == [1]
 
 
 async def test_a_server_that_hangs_has_failed_after_a_while(tmp_path: Path) -> None:
@@ -232,19 +238,20 @@ async def test_a_server_that_no_trainer_knows_follows_the_newest_version(
             await publisher.publish(model(2).named_parameters(), policy_version=2)
             await wait_until(lambda: has_version(2))
             np.testing.assert_allclose(await scores(follower), (await expected.score(IDS)).logprobs, atol=1e-6)
-            damaged = write_weights(run, model(1).named_parameters(), policy_version=3)
-            path = damaged.folder / damaged.files[0].name
+            trainer = VersionStore(run)
+            damaged = trainer.write(model(1).named_parameters(), policy_version=3)
+            path = run / damaged.name / damaged.files[0].name
             path.write_bytes(path.read_bytes()[:-1])
             await wait_until(lambda: is_logged("must have"))
             await asyncio.sleep(0.3)
             assert caplog.text.count("is not loaded, and is tried again: weight file") == 1
             assert await has_version(2)
-            write_weights(run, model(1).named_parameters(), policy_version=3)  # written again
+            trainer.write(model(1).named_parameters(), policy_version=3)  # written again
             await wait_until(lambda: has_version(3))
             assert (await follower.weights_state())["digest"] is not None
-            write_weights(run, model(2).named_parameters(), policy_version=3)  # of a run that began anew
+            trainer.write(model(2).named_parameters(), policy_version=3)  # of a run that began anew
             await wait_until(lambda: is_logged("version 3 is in use with other weights than those in"))
-            write_weights(run, model(2).named_parameters(), policy_version=1)
+            trainer.write(model(2).named_parameters(), policy_version=1)
             await wait_until(lambda: is_logged("policy_version must rise above 3"))
             assert await has_version(3)
     await expected.close()
@@ -268,7 +275,7 @@ async def test_a_server_goes_on_following_after_an_error_that_nobody_expected(
 
     engine.update_weights = fail_twice
     async with listening(make_app(engine, versions_from=tmp_path)):
-        write_weights(tmp_path, [], policy_version=1)
+        VersionStore(tmp_path).write([], policy_version=1)
 
         async def has_version() -> bool:
             return engine.policy_version == 1
@@ -286,7 +293,7 @@ def _spoil(run: Path, kind: str) -> None:
         named[3] = (named[3][0], named[3][1].int())
     elif kind in ("nan", "inf"):
         named[3][1].view(-1)[7] = float(kind)
-    folder = write_weights(run, named, policy_version=2).folder
+    folder = run / VersionStore(run).write(named, policy_version=2).name
     manifest = folder / "manifest.json"
     if kind == "text" or kind == "fraction":
         value = {"text": '"2"', "fraction": "2.9"}[kind]
@@ -309,7 +316,7 @@ def _spoil(run: Path, kind: str) -> None:
         ("inf", "has numbers that are not finite"),
         ("text", "policy_version must be an integer in .*, got '2'"),
         ("fraction", "policy_version must be an integer in .*, got 2.9"),
-        ("pipe", "manifest.json is no regular file"),
+        ("pipe", "manifest.json must be a file of at most 16777216 bytes, got other"),
         ("pipe of weights", "00000.safetensors is no regular file"),
         ("device", "00000.safetensors is no regular file"),
     ],
@@ -320,7 +327,7 @@ async def test_a_version_that_is_not_one_leaves_the_old_one_serving_and_health_s
     monkeypatch.setattr("unbroken.server.weights._LOOK_EVERY_S", 0.05)
     monkeypatch.setattr("unbroken.server.weights._TRY_AGAIN_S", 0.05)
     run = tmp_path / "run"
-    write_weights(run, model(1).named_parameters(), policy_version=1)
+    VersionStore(run).write(model(1).named_parameters(), policy_version=1)
     engine = TransformersEngine(model(0))
     app = make_app(engine, versions_from=run)
     async with listening(app) as url, httpx.AsyncClient(base_url=url) as client:
@@ -335,7 +342,7 @@ async def test_a_version_that_is_not_one_leaves_the_old_one_serving_and_health_s
         assert re.search(message, caplog.text)
         assert engine.policy_version == 1
         np.testing.assert_array_equal((await engine.score(IDS)).logprobs, before)
-        write_weights(run, model(2).named_parameters(), policy_version=3)
+        VersionStore(run).write(model(2).named_parameters(), policy_version=3)
         await wait_until(lambda: engine.policy_version == 3)
         await wait_until(says)
     await engine.close()

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from unbroken.errors import EngineError, InvalidInputError, WeightsError
 from unbroken.types import token_ids
 from unbroken.weights import store as module
 from unbroken.weights.disk import DiskPublisher
-from unbroken.weights.files import WeightFiles, find_versions, write_weights
-from unbroken.weights.store import StoredVersion, VersionStore, is_store
+from unbroken.weights.files import WeightFiles, write_weights
+from unbroken.weights.store import StoredVersion, VersionStore
 
 IDS = token_ids([1, 2, 3, 4, 5])
 
@@ -46,6 +47,12 @@ def memory() -> Iterator[str]:
 @pytest.fixture(params=["memory", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, memory: str) -> str:
     return memory if request.param == "memory" else f"file://{tmp_path}/store"
+
+
+@pytest.fixture(autouse=True)
+def several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each version has several files."""
+    monkeypatch.setattr(module, "write_weights", partial(write_weights, file_bytes=8000))
 
 
 @pytest.fixture
@@ -65,11 +72,9 @@ class Trainer:
     """Writes versions of two weights, of which few elements change."""
 
     def __init__(self, folder: Path, url: str, **options: Any) -> None:
-        self.store = VersionStore(url, **options)
+        self.store = VersionStore(url, made_in=folder, **options)
         self.weights = {name: torch.randn(64, 65, dtype=torch.bfloat16) for name in ("a", "b")}
         self.version = 0
-        self._folder = folder
-        self._before: WeightFiles | None = None
 
     def write(self, change: float = 0.01) -> StoredVersion:
         """Write a version in which this share of the elements changes; all of 1 are others."""
@@ -78,10 +83,7 @@ class Trainer:
             if change == 1:
                 weight.copy_(torch.randn(weight.shape))
         self.version += 1
-        files = write_weights(self._folder, self.weights.items(), policy_version=self.version, file_bytes=8000)
-        written = self.store.write(files, before=self._before)
-        self._before = files
-        return written
+        return self.store.write(self.weights.items(), policy_version=self.version)
 
     def check(self, files: WeightFiles) -> None:
         files.verify()
@@ -106,13 +108,14 @@ def test_each_version_is_what_was_written_and_most_are_small(
         assert found == version == comes.find_newest()
         trainer.check(reader.fetch(version))
         trainer.check(comes.fetch(version))
-        whole = reader.find_whole()
+        whole = reader.find_newest(is_whole=True)
         assert whole is not None
         assert whole.name == names[(number - 1) // 4 * 4]
-    folder = Path(reader.fetch(version).folder)
-    assert [each.name for each in folder.parent.iterdir()] == [version.name]
+    trainer.write()
+    made = reader.fetch(trainer.write())
+    assert [each.name for each in made.folder.parent.iterdir()] == [made.folder.name]
     reader.close()
-    assert not folder.parent.exists()
+    assert not made.folder.parent.exists()
 
 
 def test_a_version_that_changed_too_much_or_has_another_size_is_whole(
@@ -213,10 +216,10 @@ def test_a_broken_link_is_an_error_that_leaves_the_version_before(
             files.pipe_file(f"/run/{link.name}/{name}.delta", other)
     with pytest.raises(WeightsError, match="memory://run"):
         reader.fetch(newest)
-    whole = reader.find_whole()
+    whole = reader.find_newest(is_whole=True)
     assert whole is not None
     reader.fetch(whole).verify()
-    trainer.store.write(write_weights(tmp_path, trainer.weights.items(), policy_version=3), before=None)
+    trainer.store.write(trainer.weights.items(), policy_version=3)  # again, and so whole
     trainer.check(reader.fetch(reader.find_newest()))  # type: ignore[arg-type]
 
 
@@ -230,7 +233,7 @@ def test_a_file_that_was_damaged_here_is_read_again(memory: str, open_store: Any
 
 @pytest.mark.parametrize("name", ["../x", "version-1", "version-00000001-0123456789ab/../x"])
 def test_a_name_that_is_no_version_is_refused(memory: str, name: str) -> None:
-    with pytest.raises(WeightsError, match="a version in memory://run must be"):
+    with pytest.raises(WeightsError, match="in memory://run: a version must be version-NUMBER-DIGEST"):
         VersionStore(memory).read(name)
 
 
@@ -251,14 +254,48 @@ def test_a_store_that_needs_another_package_says_which() -> None:
         VersionStore("nosuch://a")
 
 
-def test_a_url_is_a_store_and_a_path_is_none() -> None:
-    assert [is_store(text) for text in ("s3://b/x", "memory://", "/a/b", "a", "C:\\a", "a://")] == [
-        True, True, False, False, False, True,
-    ]  # fmt: skip
+@pytest.mark.parametrize("place", ["w", "a::b", "a%20b"])
+def test_a_path_is_a_folder_whatever_is_in_it_and_what_is_in_a_folder_is_read_where_it_lies(
+    tmp_path: Path, open_store: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    writer = VersionStore(Path(place))
+    assert not writer.has_deltas
+    for version in (1, 2):
+        writer.write({"a": torch.ones(3)}.items(), policy_version=version)
+    for reader in (open_store(place), open_store(tmp_path / place), open_store(str(tmp_path / place))):
+        newest = reader.find_newest()
+        assert (newest.policy_version, newest.base) == (2, None)
+        assert reader.fetch(newest).folder == tmp_path / place / newest.name
+
+
+def test_a_writer_to_a_place_that_is_no_folder_needs_one(memory: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"a writer to memory://run needs a folder .*\(made_in\)"):
+        VersionStore(memory).write([], policy_version=1)
+
+
+def test_a_folder_that_is_full_keeps_the_newest_version(
+    tmp_path: Path, open_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = VersionStore(tmp_path)
+    first = writer.write({"a": torch.ones(3)}.items(), policy_version=1)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", refuse)
+        with pytest.raises(WeightsError, match="No space left"):
+            writer.write({"a": torch.zeros(3)}.items(), policy_version=2)
+    assert open_store(tmp_path).find_newest() == first
 
 
 def model(seed: int, dtype: torch.dtype = torch.float32) -> Any:
     return tiny_qwen3(vocab_size=len(server_tokenizer()), seed=seed).to(dtype)
+
+
+def made_in(folder: Path) -> list[str]:
+    return [path.name.split("-")[1] for path in folder.iterdir()]
 
 
 @asynccontextmanager
@@ -278,9 +315,9 @@ async def test_servers_are_told_of_versions_in_a_store_in_their_dtype_and_others
 ) -> None:
     monkeypatch.setattr("unbroken.server.weights._LOOK_EVERY_S", 0.05)
     trained = model(1)  # in float32, as a trainer has it
-    store = VersionStore(memory)
+    store = VersionStore(memory, made_in=tmp_path)
     async with servers(memory, 2, torch.bfloat16) as (known, follower):
-        publisher = DiskPublisher([known], tmp_path, store=store)
+        publisher = DiskPublisher([known], store)
         for version in range(1, 4):
             update = await publisher.publish(trained.named_parameters(), policy_version=version)
             assert update.missed_by == ()
@@ -303,7 +340,7 @@ async def test_servers_are_told_of_versions_in_a_store_in_their_dtype_and_others
         assert newest.base is not None
         assert update.num_bytes == pytest.approx(2 * sum(p.numel() for p in trained.parameters()), rel=0.05)
         await publisher.publish(trained.named_parameters(), policy_version=4)
-        assert list(find_versions(tmp_path)) == [3, 4]
+        assert made_in(tmp_path) == ["00000004"]
 
         def refuse(*_: Any, **__: Any) -> None:
             raise PermissionError("no deletes")
