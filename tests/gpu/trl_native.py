@@ -118,13 +118,13 @@ from support.processes import free_port
 url, folder, device, world_size = sys.argv[1:4] + [int(sys.argv[4])]
 weights = [(n, p.data.to(device)) for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
 info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": world_size,
-        "packed": True, "packed_buffer_size_bytes": 2**20, "timeout_s": 8}
+        "packed": True, "packed_buffer_size_bytes": 2**20}
 
 def post(path, body):
     answer = requests.post(url + path, json=body, timeout=120)
     print("ANSWER", answer.status_code, answer.text[:600], flush=True)
 
-meeting = threading.Thread(target=post, args=("/init_weight_transfer_engine", {"init_info": info}))
+meeting = threading.Thread(target=post, args=("/init_weight_transfer_engine", {"init_info": info, "timeout_s": 8}))
 meeting.start()
 if device == "cpu":
     endpoint = GlooEndpoint("127.0.0.1", info["master_port"], world_size)
