@@ -47,7 +47,7 @@ _LONG_ROW, _SHORT_ROW = 72, 5
 _MANY_ROWS = 1024
 """Of a product in a pass of many rows."""
 _LONGROPE, _DYNAMIC = ("short longrope", "long longrope"), "NTK of a fixed length"
-"""The `rope_type` of modules whose factors are fixed: transformers changes those of its own names in each pass."""
+"""The `rope_type` of modules whose factors are fixed: transformers changes the factors of its other names in each pass."""
 _LEFT_OUT = {"softcap": "soft cap (attn_logit_softcapping)", "s_aux": "sinks"}
 """What models ask of their attention and `sdpa` does not do, by the name of the argument."""
 _PROBE = "unbroken_probe"
@@ -154,7 +154,7 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
     model.set_attn_implementation(EXACT_ATTENTION)
     name, num_threads = type(model).__name__, torch.get_num_threads()
     if model.config.get_text_config()._attn_implementation != EXACT_ATTENTION:
-        raise InvalidInputError(f"numerics must be fast for {name}, whose attention is code of its own")
+        raise InvalidInputError(f"numerics must be fast for {name}, which has its own attention code")
     if (found := find_other_bits(model) or _find_other_product(model)) is not None:
         # Threads may share a product by its columns in one pass, and by its rows in another (`_find_other_product`).
         hint = f" with {num_threads} threads; OMP_NUM_THREADS=1 may do" if num_threads > 1 else ""

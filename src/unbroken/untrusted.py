@@ -100,7 +100,7 @@ def read_file(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     """
     with _open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = b"" if size > max_bytes else file.read(max_bytes + 1)  # it may grow meanwhile
+        data = b"" if size > max_bytes else file.read(max_bytes + 1)  # it may grow while it is read
     if max(size, len(data)) > max_bytes:
         raise InvalidInputError(f"{path} must have at most {max_bytes} bytes, got {max(size, len(data))}")
     return data

@@ -37,7 +37,7 @@ _VERDICT_WORDS = {
     Verdict.UNDECIDED: "UNDECIDED",
 }
 _WITH_TABLES = ("arguments", "bridges")
-"""The findings with tables of their own."""
+"""The findings that have tables."""
 
 
 def to_text(report: AuditReport) -> str:

@@ -102,7 +102,7 @@ class Creations:
                         f"no container could be made for {self._config.wait_s:g} s (containers.creation.wait_s): "
                         f"{self._num_failures} failed in a row"
                     )
-                await asyncio.sleep(min(left_s, 1.0))  # a success meanwhile ends the pause
+                await asyncio.sleep(min(left_s, 1.0))  # a success of another attempt ends the pause
             self._next_s = time.monotonic() + (self._config.pause_s if self._is_broken else 1 / self._config.per_s)
 
     @property
@@ -155,7 +155,7 @@ class _RunnableTask:
     folder: Path
     instruction: str
     agent_timeout_s: float | None
-    """Seconds for the agent; None: no limit of its own."""
+    """Seconds for the agent; None: no limit."""
     attempt: Agent
     """Attempts it in a session, and verifies the attempt."""
 

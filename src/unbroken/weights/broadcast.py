@@ -321,7 +321,7 @@ class BroadcastPublisher:
     async def _call_all(
         self, calls: Mapping[str, Coroutine[Any, Any, Any]], work: Callable[[Check], _T | None] = lambda check: None
     ) -> _T:
-        """Make a call to each server, by address, and do `work` in a thread meanwhile; returns its result.
+        """Make a call to each server, by address, while a thread does `work`; returns its result.
 
         `work` gets a function that raises once a call has failed.
 

@@ -41,7 +41,7 @@ def complete_folder(temporary: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; a process that is killed meanwhile leaves no half of it under its name."""
+    """Remove a folder; a process that is killed in between leaves no half of it under its name."""
     temporary = temporary_name(folder)
     folder.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)

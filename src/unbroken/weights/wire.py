@@ -75,7 +75,7 @@ class Rendezvous:
     """The trainer, and all workers of all servers."""
     transport: Transport
     join_timeout_s: float = 60.0
-    """Longest wait for the others to join. The engine samples nothing meanwhile."""
+    """Longest wait for the others to join, in which the engine samples nothing."""
     timeout_s: float = 300.0
     """Longest wait for a chunk."""
 

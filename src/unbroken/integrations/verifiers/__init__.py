@@ -51,7 +51,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> TaskEnvironment
 
 
 def _find_class(package: Any, name: str) -> type | None:
-    """The environment of the package itself, if it has one of this name; others have a module of their own."""
+    """The environment of the package itself, if it has one of this name; others are packages."""
     # The name is the user's, and the package may have nothing of that name.
     found = getattr(package, name, None) if name.isidentifier() else None
     return found if isinstance(found, type) and issubclass(found, package.Environment) else None
