@@ -47,7 +47,7 @@ _LONG_ROW, _SHORT_ROW = 72, 5
 _MANY_ROWS = 1024
 """Of a product in a pass of many rows."""
 _LONGROPE, _DYNAMIC = ("short longrope", "long longrope"), "NTK of a fixed length"
-"""The `rope_type` of modules whose factors are fixed: transformers changes the factors of its other names in each pass."""
+"""The `rope_type` of modules whose factors are fixed: transformers changes those of its other names in each pass."""
 _LEFT_OUT = {"softcap": "soft cap (attn_logit_softcapping)", "s_aux": "sinks"}
 """What models ask of their attention and `sdpa` does not do, by the name of the argument."""
 _PROBE = "unbroken_probe"

@@ -128,8 +128,7 @@ def _read_template_of(tokenizer: Any, template: str | None) -> str:
     except ValueError as error:
         known = f"one of {names}" if names else "a file"
         raise TemplateError(
-            f"the tokenizer has no chat template to audit: give {known} as --template "
-            f"({str(error).split('!')[0]})"
+            f"the tokenizer has no chat template to audit: give {known} as --template ({str(error).split('!')[0]})"
         ) from None
     return source
 
