@@ -11,7 +11,8 @@ import inspect
 import time
 import typing
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -242,7 +243,8 @@ class _Episode:
             self.check_tools(first.tools)
         outcome: EnvStart | Outcome = first
         while not isinstance(outcome, Done):
-            reply = await self._wait_for_turn(self._take_turn(outcome))
+            async with self._limit_turn():
+                reply = await self._take_turn(outcome)
             if not isinstance(reply, Reply):
                 return reply
             stepped = await self._wait_for_env(env.step(reply))
@@ -295,20 +297,27 @@ class _Episode:
         finally:
             self.env_s += self.clock.read() - started
 
-    async def _wait_for_turn(self, work: Awaitable[_T]) -> _T:
+    def _limit_turn(self) -> AbstractAsyncContextManager[None]:
         limit_s = self.limits.turn_timeout_s
         late = (
             f"a turn (its prompt, the engine's queue, sampling) took longer than {limit_s:g} s (Limits.turn_timeout_s)"
         )
-        return await _wait_for(work, limit_s, EngineError(late))
+        return _limit_time(limit_s, EngineError(late))
 
 
 async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
     """The result of the work; after so many seconds it is cancelled, and `late` is raised."""
+    async with _limit_time(seconds, late):
+        return await work
+
+
+@asynccontextmanager
+async def _limit_time(seconds: float, late: Exception) -> AsyncIterator[None]:
+    """A block that is cancelled after so many seconds; then `late` is raised."""
     clock = asyncio.timeout(seconds)
     try:
         async with clock:
-            return await work
+            yield
     except TimeoutError as error:
         if clock.expired():
             raise late from error

@@ -41,7 +41,7 @@ from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, misma
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together
-from unbroken.types import SampledSequence, SampleRequest, SamplingParams, TrainingSample, token_ids
+from unbroken.types import SampleRequest, SampleResult, SamplingParams, TrainingSample, token_ids
 
 FLOAT32, DENSE, COARSE = 1e-4, 0.02, 0.1
 """The largest k3 that is rounding: if all is float32; of dense weights in bfloat16; of quantised weights, and of
@@ -131,34 +131,31 @@ async def sample_probes(
         return_kept_ids=sampling.truncates, return_routed_experts=returns_experts, max_tokens=_NUM_IDS,
     )  # fmt: skip
 
-    async def sample(name: str, number: int, params: SamplingParams) -> TrainingSample:
-        prompt = prompts[number % len(prompts)]
-        request = SampleRequest(
-            # Servers are chosen by what stands before the slash.
-            request_id=f"one-policy-{name}-{number}/0",
-            prompt_ids=prompt.token_ids,
-            params=replace(params, seed=number),
-            images=prompt.images,
-        )
-        result = await engine.sample(request)
-        result.check_answers(request)
-        return _make_row(prompt, result.sequences[0])
-
-    rows = await asyncio.gather(*(sample("together", number, plain) for number in range(len(prompts))))
+    requests = [_make_request(prompt, f"together-{k}", replace(plain, seed=k)) for k, prompt in enumerate(prompts)]
+    results = list(await asyncio.gather(*map(engine.sample, requests)))
     alone = replace(plain, max_tokens=_ALONE_IDS)
     greedy = SamplingParams(temperature=0.0, max_tokens=_ALONE_IDS, return_routed_experts=returns_experts)
     started = time.monotonic()
     for name, params in (("alone", alone), ("greedy", greedy)):
         for number in range(_NUM_ALONE):
             if time.monotonic() - started < _ALONE_S or number == 0:
-                rows.append(await sample(name, number, params))
-    return list(rows)
+                prompt = prompts[number % len(prompts)]
+                requests.append(_make_request(prompt, f"{name}-{number}", replace(params, seed=number)))
+                results.append(await engine.sample(requests[-1]))
+    return [_make_row(request, result) for request, result in zip(requests, results, strict=True)]
 
 
-def _make_row(prompt: RenderedPrompt, sequence: SampledSequence) -> TrainingSample:
+def _make_request(prompt: RenderedPrompt, name: str, params: SamplingParams) -> SampleRequest:
+    # Servers are chosen by what stands before the slash.
+    request_id = f"one-policy-{name}/0"
+    return SampleRequest(request_id=request_id, prompt_ids=prompt.token_ids, params=params, images=prompt.images)
+
+
+def _make_row(request: SampleRequest, result: SampleResult) -> TrainingSample:
+    result.check_answers(request)
     tree = TokenTree()
-    start = tree.add_given(prompt.token_ids, Origin.PROMPT, parent=None, images=prompt.images)
-    tree.add_sampled(sequence, parent=start)
+    start = tree.add_given(request.prompt_ids, Origin.PROMPT, parent=None, images=request.images)
+    tree.add_sampled(result.sequences[0], parent=start)
     (row,) = export_samples(tree, 0.0)
     return row
 

@@ -112,8 +112,10 @@ def main_process_first() -> Iterator[bool]:
                 yield is_first
 
 
-async def end_together(main: Coroutine[Any, Any, T]) -> T:
-    """Await `main` in each process of the run. If one is killed or fails, all end within seconds, and say which one.
+def end_together(main: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """`main` in each process of the run. If one is killed or fails, all end within seconds, and say which one.
+
+    A process without others gets `main` as it is.
 
     Each is connected to the first one. A kernel closes connections however a process ends, so nothing is sent before:
 
@@ -125,8 +127,13 @@ async def end_together(main: Coroutine[Any, Any, T]) -> T:
     Raises:
         TrainingError: another process was lost or has failed, while this one had no error that explains itself.
     """
-    if not os.environ.keys() & set(_LAUNCHED) or (state := join_processes()).num_processes == 1:
-        return await main
+    if not os.environ.keys() & set(_LAUNCHED):
+        return main
+    state = join_processes()
+    return main if state.num_processes == 1 else _end_together(main, state)
+
+
+async def _end_together(main: Coroutine[Any, Any, T], state: PartialState) -> T:
     loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     try:
         others = await _Others.connect(state, loss)

@@ -24,7 +24,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.exactness import fix_rotary
 from unbroken.images.processor import ImageProcessor
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
+from unbroken.runs.collector import Collector, EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
@@ -81,11 +81,36 @@ async def run(
     accelerator = join_accelerator(config, accelerator)
     check_sets(sets, config.evaluation)
     others = [each.problems for each in sets]
-    async with open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as opened:
-        final, rollouts = await _train(config, opened, sets, curriculum)
+    async with (
+        open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as opened,
+        _open_training(config, opened, sets, curriculum) as training,
+    ):
+        num_steps, trainer, records = config.loop.num_steps, opened.trainer, training.records
+        if not trainer.from_main_process(bool(find_checkpoints(training.checkpoints.folder))):
+            await training.observer.check_policy()  # a run that continues does so once its engine has its weights
+        await training.evaluations.evaluate(0, "before")
+        with keep_loop_responsive():
+            await train(
+                training.collector,
+                trainer=trainer,
+                publisher=opened.engine.publisher,
+                metrics=records.metrics,
+                config=config.chosen_loop,
+                observer=training.observer,
+                checkpoints=training.checkpoints,
+                engine=opened.engine.engine if config.engine.kind is EngineKind.SERVER else None,
+                timeline=records.timeline,
+            )
+            if training.background is not None:
+                await training.background.finish()
+            with records.timeline.span("final model"):
+                final = await asyncio.to_thread(training.models.write_final, num_steps)
+            rollouts = await training.evaluations.evaluate(num_steps, "after")
+        training.evaluations.log()
+        records.progress.console.print(f"model in {final}")
     if config.export.push_to_hub is not None and accelerator.is_main_process:
         # The others do not wait: an upload may take longer than they would.
-        message = f"{config.loop.num_steps} steps of training"
+        message = f"{num_steps} steps of training"
         address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
         print(f"model at {address}")
     return opened, rollouts
@@ -254,11 +279,26 @@ async def _open_engine(
     return engine
 
 
-async def _train(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """What a run needs to train, besides what samples and the trainer."""
+
+    collector: Collector
+    models: KeptModels
+    checkpoints: Checkpoints
+    records: _Records
+    evaluations: Evaluations
+    background: BackgroundEvaluations | None
+    """What evaluates during training; None if evaluations are made between two steps."""
+    observer: TrainingObserver
+
+
+@asynccontextmanager
+async def _open_training(
     config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
-) -> tuple[Path, tuple[Trajectory, ...]]:
-    """Evaluate, train, write the model and evaluate again; returns the model's folder and the last rollouts."""
-    output, num_steps, trainer = config.output, config.loop.num_steps, run.trainer
+) -> AsyncIterator[_Training]:
+    """Prepare the output, and open what training writes and evaluates with, until the block ends."""
+    output, trainer = config.output, run.trainer
     collector = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
     models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
     _prepare_output(models, last_step=max(find_checkpoints(output / "checkpoints"), default=0))
@@ -289,32 +329,17 @@ async def _train(
         )
         background: BackgroundEvaluations | None = None  # without staleness they are made between two steps
         if config.loop.max_staleness > 0:
-            background = BackgroundEvaluations(evaluations, trainer, last=num_steps, outages=config.loop.outages)
+            background = BackgroundEvaluations(evaluations, trainer, last=config.loop.num_steps, outages=config.loop.outages)
             stack.push_async_callback(background.close)
-        observer = _make_observer(config, run, records, models, evaluations, background)
-        if not trainer.from_main_process(bool(find_checkpoints(checkpoints.folder))):
-            await observer.check_policy()  # a run that continues does so once its engine has its weights
-        await evaluations.evaluate(0, "before")
-        stack.enter_context(keep_loop_responsive())
-        await train(
-            collector,
-            trainer=trainer,
-            publisher=run.engine.publisher,
-            metrics=records.metrics,
-            config=config.chosen_loop,
-            observer=observer,
+        yield _Training(
+            collector=collector,
+            models=models,
             checkpoints=checkpoints,
-            engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
-            timeline=records.timeline,
+            records=records,
+            evaluations=evaluations,
+            background=background,
+            observer=_make_observer(config, run, records, models, evaluations, background),
         )
-        if background is not None:
-            await background.finish()
-        with records.timeline.span("final model"):
-            final = await asyncio.to_thread(models.write_final, num_steps)
-        rollouts = await evaluations.evaluate(num_steps, "after")
-        evaluations.log()
-        records.progress.console.print(f"model in {final}")
-    return final, rollouts
 
 
 def _prepare_output(models: KeptModels, *, last_step: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 from unbroken.engines.base import Engine
@@ -67,37 +69,72 @@ async def train(
             `config.max_empty_steps` steps in a row taught nothing.
         CheckpointError: a checkpoint cannot be written or read.
     """
-    observer = observer or RunObserver()
+    observer, timeline = observer or RunObserver(), timeline or Timeline()
     _check_run(source, trainer, observer, config)
-    timeline = timeline or Timeline()
-    published_version = trainer.policy_version
+    opening = _open_steps(
+        source,
+        trainer=trainer,
+        publisher=publisher,
+        metrics=metrics,
+        config=config,
+        observer=observer,
+        checkpoints=checkpoints,
+        engine=engine,
+        timeline=timeline,
+    )
+    async with opening as steps:
+        for step in range(steps.num_made, config.num_steps):
+            with observer.around_step(step):
+                await steps.run(step)
+        await steps.finish()
+
+
+@asynccontextmanager
+async def _open_steps(
+    source: GroupSource,
+    *,
+    trainer: Trainer,
+    publisher: WeightPublisher | None,
+    metrics: MetricsWriter | None,
+    config: LoopConfig,
+    observer: RunObserver,
+    checkpoints: Checkpoints | None,
+    engine: Engine | None,
+    timeline: Timeline,
+) -> AsyncIterator[StepRunner]:
+    """Resume the run, and close what runs beside its steps when the block ends; after an outage with a checkpoint."""
+    first_version, last = trainer.policy_version, None
+    if checkpoints is not None:
+        last = await _resume(trainer, checkpoints, config, engine)
+        async with fail_together(trainer):
+            if metrics is not None:
+                metrics.cut(0 if last is None else last.num_steps - 1)
+    outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
+    queue = await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last)
+    steps = StepRunner(
+        trainer=trainer,
+        queue=queue,
+        publisher=publisher,
+        outages=outages,
+        config=config,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        observer=observer,
+        timeline=timeline,
+        snapshots=Snapshots(trainer, [publisher]),
+        notices=await Notices.open(trainer),
+        log=StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics),
+        last=last,
+    )
     try:
-        last = None if checkpoints is None else await _resume(trainer, checkpoints, config, engine)
-        if checkpoints is not None:
-            async with fail_together(trainer):
-                if metrics is not None:
-                    metrics.cut(0 if last is None else last.num_steps - 1)
-        outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
-        queue = await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last)
-        steps = StepRunner(
-            trainer=trainer,
-            queue=queue,
-            publisher=publisher,
-            outages=outages,
-            config=config,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            observer=observer,
-            timeline=timeline,
-            snapshots=Snapshots(trainer, [publisher]),
-            notices=await Notices.open(trainer),
-            log=StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics),
-            last=last,
-        )
-        await _make_steps(steps, is_published=trainer.policy_version == published_version)
+        if last is not None:
+            await steps.repeat_end(is_published=trainer.policy_version == first_version)
+        steps.log.restart()
+        yield steps
+    except OutageError as error:
+        raise await _save_after_outage(steps, error) from error
     finally:
-        if checkpoints is not None:
-            await asyncio.to_thread(checkpoints.close)
+        await steps.close()
 
 
 async def _open_queue(
@@ -147,36 +184,13 @@ async def _resume(
     return last
 
 
-async def _make_steps(steps: StepRunner, *, is_published: bool) -> None:
-    """Make the steps of a run; one that continues first does again what a kill may have cut off."""
-    first_step = 0 if steps.last is None else steps.last.num_steps
-    try:
-        if first_step > 0:
-            if not is_published:
-                await steps.publish()
-            await steps.outages.repeat(steps.observer.on_resume)
-            await steps.end(first_step - 1, steps.log.end_step_of_another())
-        steps.log.restart()
-        for step in range(first_step, steps.config.num_steps):
-            with steps.observer.around_step(step):
-                await steps.run(step)
-        await steps.end_publication()
-        if steps.checkpoints is not None:
-            await asyncio.to_thread(steps.checkpoints.finish, steps.trainer)
-    except OutageError as error:
-        raise await _save_after_outage(steps, error) from error
-    finally:
-        await steps.close()
-
-
 async def _save_after_outage(steps: StepRunner, error: OutageError) -> OutageError:
     """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""
     if steps.checkpoints is None:
         return OutageError(f"{error}. The run had no `checkpoints` and begins anew when it is started again")
     await asyncio.to_thread(steps.save_last, steps.checkpoints)
-    num_steps = 0 if steps.last is None else steps.last.num_steps
     return OutageError(
-        f"{error}. The run stands after {num_steps} steps in {steps.checkpoints.folder}: start it again once "
+        f"{error}. The run stands after {steps.num_made} steps in {steps.checkpoints.folder}: start it again once "
         "the engine is there, and it continues from there"
     )
 

@@ -75,8 +75,19 @@ class StepRunner:
     publication: asyncio.Task[int | None] | None = None
     """Of a copy of the weights, beside the next step. Its result is the version, if all is well."""
 
+    @property
+    def num_made(self) -> int:
+        """How many steps the run has made."""
+        return 0 if self.last is None else self.last.num_steps
+
     async def run(self, step: int) -> None:
-        """Make a step. Its groups are in memory until this returns, and not while the next ones are waited for."""
+        """Make a step. Its groups are in memory until this returns, and not while the next ones are waited for.
+
+        An engine may die at any line. Until a group is finished, it is lost and sampled again as a whole, and
+        `_take_groups` waits for the engine. What is finished needs no engine any more: if it dies between sampling and
+        publishing, the step is trained and saved as if nothing had happened, and is not made again. The weights then
+        find no engine, and wait until it is back.
+        """
         version = self.trainer.policy_version
         with record_function("rollouts"):
             groups = await self._take_groups(step)
@@ -92,8 +103,12 @@ class StepRunner:
         if self.trainer.policy_version == version:
             self.queue.set_next_version(version)  # nothing was trained; the queue expected one version more
         elif self.config.max_staleness == 0:
+            # If the engine is gone, this waits for it: up to OutageConfig.wait_s, and then the run ends with an
+            # OutageError and a checkpoint of this step.
             await self.publish()
         else:
+            # If the engine is gone, the copy beside the next step fails, and no group starts. The next time that all
+            # processes meet (`end_publication`, or `_take_groups` of the next step), they wait for the engine together.
             await self._begin_publication()
         if self.observer.needs_engine(step + 1):
             await self.end_publication()  # an evaluation after this step samples with its weights
@@ -242,7 +257,11 @@ class StepRunner:
             self.queue.set_engine_version(version)
 
     async def _recover(self) -> None:
-        """Wait in all processes until the engines have the trainer's weights. Groups in flight elsewhere go on."""
+        """Wait in all processes until the engines have the trainer's weights. Groups in flight elsewhere go on.
+
+        An engine that comes back has its first weights. So it gets the trainer's again, which are also those that it
+        has missed, before any group starts.
+        """
         with self.timeline.span("outage"):
             if self.publication is not None:
                 await self.publication  # its own error is why this is called, or is raised at the next meeting
@@ -273,12 +292,29 @@ class StepRunner:
         if self.num_empty > 0:
             await self._report_empty(step, logged)
 
+    async def repeat_end(self, *, is_published: bool) -> None:
+        """Do again what follows the last step: a run that continues may have been killed before it was done."""
+        if not is_published:
+            await self.publish()
+        await self.outages.repeat(self.observer.on_resume)
+        await self.end(self.num_made - 1, self.log.end_step_of_another())
+
+    async def finish(self) -> None:
+        """Wait until the last weights are published and the last checkpoint is written."""
+        await self.end_publication()
+        if self.checkpoints is not None:
+            await asyncio.to_thread(self.checkpoints.finish, self.trainer)
+
     async def close(self) -> None:
-        """Cancel what runs beside the steps."""
-        if self.publication is not None:
-            self.publication.cancel()
-            await asyncio.gather(self.publication, return_exceptions=True)
-        await self.queue.close()
+        """Cancel what runs beside the steps, and wait for a checkpoint that is being written."""
+        try:
+            if self.publication is not None:
+                self.publication.cancel()
+                await asyncio.gather(self.publication, return_exceptions=True)
+            await self.queue.close()
+        finally:
+            if self.checkpoints is not None:
+                await asyncio.to_thread(self.checkpoints.close)
 
     def save_last(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint of the last step, unless there is one: the run ends. Blocks."""

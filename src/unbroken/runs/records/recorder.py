@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
-_T = TypeVar("_T")
+_RowsByTrajectory: TypeAlias = Mapping[str, Sequence[TrainingSample]]
 
 
 class TrainedRows:
@@ -64,17 +64,10 @@ class Recorder:
             return
         room = await asyncio.to_thread(self._find_room, rollouts.step)
         groups = choose_groups(spread(rollouts.groups, self.config.groups), max_bytes=room)
-        scored = [
-            (member.trajectory_id, row)
-            for group in choose_scored(groups, self.config.scored_groups)
-            for member in group.trajectories
-            for row in export_samples(member.tree, 0.0)
-        ]
-        scores: dict[str, list[RowScores | None]] = {}
-        for (name, _), score in zip(scored, await self._score([row for _, row in scored], rollouts), strict=True):
-            scores.setdefault(name, []).append(score)
+        rows = await asyncio.to_thread(_export_rows, groups)
+        scores = await self._score(choose_scored(groups, self.config.scored_groups), rows, rollouts)
         with self.trainer.fail_together():
-            await asyncio.to_thread(self._write, rollouts, groups, scores)
+            await asyncio.to_thread(self._write, rollouts, groups, rows, scores)
 
     def _find_room(self, step: int) -> float:
         """How many bytes the step may have: an equal part of `max_mb`, and what the steps before it have left."""
@@ -86,16 +79,23 @@ class Recorder:
         ]
         return share - sum(path.stat().st_size for path in before)
 
-    async def _score(self, rows: Sequence[TrainingSample], rollouts: StepRollouts) -> Sequence[RowScores | None]:
-        if not rollouts.is_trained or not self.trainer.in_any_process(bool(rows)):
-            return [None] * len(rows)
-        return await asyncio.to_thread(self.trainer.score, rows)
+    async def _score(
+        self, groups: Sequence[TrajectoryGroup], rows: _RowsByTrajectory, rollouts: StepRollouts
+    ) -> Mapping[str, Sequence[RowScores]]:
+        """Score the rows of these groups; nothing if no process has any, or the engine has the trainer's memory."""
+        names = [member.trajectory_id for group in groups for member in group.trajectories]
+        chosen = [row for name in names for row in rows[name]]
+        if not rollouts.is_trained or not self.trainer.in_any_process(bool(chosen)):
+            return {}
+        scores = iter(await asyncio.to_thread(self.trainer.score, chosen))
+        return {name: [next(scores) for _ in rows[name]] for name in names}
 
     def _write(
         self,
         rollouts: StepRollouts,
         groups: Sequence[TrajectoryGroup],
-        scores: Mapping[str, Sequence[RowScores | None]],
+        rows: _RowsByTrajectory,
+        scores: Mapping[str, Sequence[RowScores]],
     ) -> None:
         trained = TrainedRows(self.trainer, rollouts.units)
         head = {
@@ -108,18 +108,23 @@ class Recorder:
             "counters": rollouts.counters.as_dict(),
         }
 
-        def make(member: Trajectory) -> list[RecordedRow]:
-            return self._make_rows(member, scores.get(member.trajectory_id), trained)
+        def describe(member: Trajectory) -> list[RecordedRow]:
+            name = member.trajectory_id
+            return self._describe_rows(member, rows[name], scores.get(name), trained)
 
-        write_groups(self.folder, head, groups, make)
+        write_groups(self.folder, head, groups, describe)
 
-    def _make_rows(
-        self, member: Trajectory, known: Sequence[RowScores | None] | None, trained: TrainedRows
+    def _describe_rows(
+        self,
+        member: Trajectory,
+        rows: Sequence[TrainingSample],
+        scores: Sequence[RowScores] | None,
+        trained: TrainedRows,
     ) -> list[RecordedRow]:
-        rows = export_samples(member.tree, 0.0)
-        scores = [None] * len(rows) if known is None else known
+        """What the trainer made of each row; without scores, what the loss left out is not known."""
+        known: Sequence[RowScores | None] = [None] * len(rows) if scores is None else scores
         found = [trained.find(row) for row in rows]
-        pairs = [(row, of_row.logprobs) for row, of_row in zip(found, scores, strict=True) if row and of_row]
+        pairs = [(of_row, score.logprobs) for of_row, score in zip(found, known, strict=True) if of_row and score]
         left_out = self.trainer.find_left_out(*zip(*pairs, strict=True)) if pairs else None
         rest = iter(left_out or ())
         return [
@@ -132,8 +137,14 @@ class Recorder:
                 ranks=None if score is None else score.ranks,
                 left_out=None if of_row is None or score is None else next(rest, None),
             )
-            for path, row, of_row, score in zip(find_trained_paths(member.tree), rows, found, scores, strict=True)
+            for path, row, of_row, score in zip(find_trained_paths(member.tree), rows, found, known, strict=True)
         ]
+
+
+def _export_rows(groups: Sequence[TrajectoryGroup]) -> _RowsByTrajectory:
+    """The rows of each trajectory by its id, without advantages."""
+    members = [member for group in groups for member in group.trajectories]
+    return {member.trajectory_id: export_samples(member.tree, 0.0) for member in members}
 
 
 def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> list[TrajectoryGroup]:
@@ -145,19 +156,22 @@ def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> lis
     """
     if sum(map(_estimate_bytes, groups)) <= max_bytes:
         return list(groups)
-    known = [[reward for reward in group.rewards if reward is not None] for group in groups]
-    rewards = sorted(itertools.chain.from_iterable(known))
-    ends = {*rewards[:1], *rewards[-1:]}
-    kinds = [
-        [k for k, each in enumerate(known) if len(set(each)) > 1],
-        [k for k, each in enumerate(known) if len(each) < len(groups[k].trajectories)],
-        [k for k, each in enumerate(known) if ends & set(each)],
-    ]
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
-    order = [k for k in dict.fromkeys([*turns, *range(len(groups))]) if k is not None]
+    order = _order_by_interest(groups)
     sizes = itertools.accumulate(_estimate_bytes(groups[k]) for k in order)
     number = max(1, sum(size <= max_bytes for size in sizes))
     return [groups[k] for k in sorted(order[:number])]
+
+
+def _order_by_interest(groups: Sequence[TrajectoryGroup]) -> list[int]:
+    """The places of the groups, those that `choose_groups` takes first in front."""
+    known = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    rewards = sorted(itertools.chain.from_iterable(known))
+    ends = {*rewards[:1], *rewards[-1:]}
+    with_variance = [k for k, each in enumerate(known) if len(set(each)) > 1]
+    with_failure = [k for k, each in enumerate(known) if len(each) < len(groups[k].trajectories)]
+    with_extreme = [k for k, each in enumerate(known) if ends & set(each)]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(with_variance, with_failure, with_extreme))
+    return [k for k in dict.fromkeys([*turns, *range(len(groups))]) if k is not None]
 
 
 def choose_scored(groups: Sequence[TrajectoryGroup], number: int | None) -> list[TrajectoryGroup]:
