@@ -329,7 +329,8 @@ async def _open_training(
         )
         background: BackgroundEvaluations | None = None  # without staleness they are made between two steps
         if config.loop.max_staleness > 0:
-            background = BackgroundEvaluations(evaluations, trainer, last=config.loop.num_steps, outages=config.loop.outages)
+            loop = config.loop
+            background = BackgroundEvaluations(evaluations, trainer, last=loop.num_steps, outages=loop.outages)
             stack.push_async_callback(background.close)
         yield _Training(
             collector=collector,

@@ -137,16 +137,30 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool, follo
         )
     if reference is None:
         return
+    if follows:
+        _check_copy(reference, model)
+    if reference is Reference.BASE:
+        check_base(model)
+        return
+    _check_not_shared(reference, model)
+    sizes = [len(each.get_input_embeddings().weight) for each in (model, reference)]
+    if sizes[0] != sizes[1]:
+        raise InvalidInputError(f"reference must have the model's vocabulary of {sizes[0]} ids, got {sizes[1]}")
+
+
+def _check_copy(reference: Any, model: Any) -> None:
+    """Raise `InvalidInputError` unless a reference has the model's weights, by name and shape."""
     is_base = reference is Reference.BASE
-    ours = {name: tensor.shape for name, tensor in gather_weights(model)} if follows else {}
-    if follows and (is_base or ours != {name: weight.shape for name, weight in reference.named_parameters()}):
+    ours = {name: tensor.shape for name, tensor in gather_weights(model)}
+    if is_base or ours != {name: weight.shape for name, weight in reference.named_parameters()}:
         raise InvalidInputError(
             "reference must be a copy of the model (with adapters, of its base) for TrainerConfig.reference_sync, got "
             f"{reference if is_base else type(reference).__name__}"
         )
-    if is_base:
-        check_base(model)
-        return
+
+
+def _check_not_shared(reference: Any, model: Any) -> None:
+    """Raise `InvalidInputError` if a reference has a parameter in common with the model."""
     trained = {get_part(parameter).data_ptr() for parameter in model.parameters()}
     for name, parameter in reference.named_parameters():
         if get_part(parameter).data_ptr() in trained:
@@ -154,9 +168,6 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool, follo
                 f"reference must be a copy, and shares {name} with the model: it would be trained too, and the "
                 "distance to it would stay 0"
             )
-    sizes = [len(each.get_input_embeddings().weight) for each in (model, reference)]
-    if sizes[0] != sizes[1]:
-        raise InvalidInputError(f"reference must have the model's vocabulary of {sizes[0]} ids, got {sizes[1]}")
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

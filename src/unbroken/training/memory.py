@@ -54,16 +54,9 @@ class ModelSizes:
         """Of a model, which may be without storage (on the device "meta"); `modules` are those to adapt, or all linear
         ones.
         """
-        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        config = model.config.get_text_config()
         decoder = DecoderConfig(model.config)
-        top_k = getattr(config, "num_experts_per_tok", None) or 1
-        mlp = getattr(config, "moe_intermediate_size", None)
-        linear = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
-        }
-        adapted = [m for name, m in linear.items() if not modules or name.rpartition(".")[2] in modules]
+        adapted = _find_adapted(model, modules)
         return cls(
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             num_expert_parameters=sum(p.numel() for name, p in model.named_parameters() if ".experts." in name),
@@ -72,7 +65,7 @@ class ModelSizes:
             queries=decoder.num_heads * decoder.head_size,
             keys=decoder.num_key_heads * decoder.head_size,
             num_key_heads=decoder.num_key_heads,
-            mlp=top_k * mlp if mlp else config.intermediate_size,
+            mlp=_find_mlp_width(config),
             vocab_size=config.vocab_size,
             is_tied=config.tie_word_embeddings,
             norms_queries=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
@@ -83,6 +76,25 @@ class ModelSizes:
     def num_embeddings(self) -> int:
         """Parameters of the embeddings, input and output."""
         return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+
+
+def _find_mlp_width(config: Any) -> int:
+    """Of all experts that an id goes through, or of the only MLP."""
+    of_expert: int | None = getattr(config, "moe_intermediate_size", None)
+    num_experts: int = getattr(config, "num_experts_per_tok", None) or 1
+    width: int = config.intermediate_size if not of_expert else num_experts * of_expert
+    return width
+
+
+def _find_adapted(model: Any, names: Sequence[str]) -> list[nn.Linear]:
+    """The linear layers with these names, or all of them but the head."""
+    head = model.get_output_embeddings()
+    linear = [
+        (name.rpartition(".")[2], module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    return [module for name, module in linear if not names or name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +49,20 @@ from unbroken.weights.sources import WeightStream
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Minibatch:
+    """What one update trains on, of this process."""
+
+    units: Sequence[Sequence[ScoredRow]]
+    idle: Sequence[int]
+    """The numbers of loss tokens of units without gradient, which only count in the size."""
+
+    @property
+    def rows(self) -> list[ScoredRow]:
+        """Those of all units."""
+        return [row for unit in self.units for row in unit]
 
 
 class Trainer:
@@ -135,13 +149,18 @@ class Trainer:
         with self.backend.computing():
             self._check_step(units)
             self.backend.measure()
-            updates = self._make_updates(units)
+            minibatches = self._make_minibatches(units)
+            num_before = self.backend.num_updates
+            updates = [
+                self._update(minibatch, has_new_weights=self.backend.num_updates > num_before)
+                for minibatch in minibatches
+            ]
         rows = [row for unit in units for row in self.objective.get_rows(unit)]
         seen = ProcessStats(
             num_rows=len(rows),
             num_tokens=sum(len(row.token_ids) for row in rows),
             staleness=_staleness(rows, self.policy_version),
-            updates=updates,
+            updates=tuple(update for update in updates if update is not None),
         )
         self.policy_version += 1
         self._num_steps += 1
@@ -306,32 +325,35 @@ class Trainer:
         extra: Mapping[str, Any] = mine["extra"]
         return extra
 
-    def _make_updates(self, units: Sequence[Any]) -> tuple[UpdateStats, ...]:
-        """Train on each unit's rows; processes without rows take part too."""
-        get_rows, get_idle = self.objective.get_rows, self.objective.get_idle_rows
-        idle = [sum(int(row.loss_mask.sum()) for row in get_idle(unit)) for unit in units if not get_rows(unit)]
+    def _make_minibatches(self, units: Sequence[Any]) -> list[_Minibatch]:
+        """Score the rows, and deal the units out to the minibatches of all iterations."""
+        scored, idle = self._score_units(units), self._count_idle_tokens(units)
+        dealt = (numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(scored, idle))
+        return [
+            _Minibatch(
+                units=[scored[number] for number in numbers if number < len(scored)],
+                idle=[idle[number - len(scored)] for number in numbers if number >= len(scored)],
+            )
+            for numbers in dealt
+        ]
+
+    def _count_idle_tokens(self, units: Sequence[Any]) -> list[int]:
+        """The loss tokens of each unit without gradient, if these count in the divisor of the loss."""
         if self._config.zero_variance is ZeroVarianceRows.DROP:
-            idle = []
-        units = [unit for unit in units if get_rows(unit)]
-        rows = [get_rows(unit) for unit in units]
+            return []
+        idle = [self.objective.get_idle_rows(unit) for unit in units if not self.objective.get_rows(unit)]
+        return [sum(int(row.loss_mask.sum()) for row in rows) for rows in idle]
+
+    def _score_units(self, units: Sequence[Any]) -> list[list[ScoredRow]]:
+        """The scored rows of each unit that has some, as the objective changes them."""
+        units = [unit for unit in units if self.objective.get_rows(unit)]
+        rows = [self.objective.get_rows(unit) for unit in units]
         scored = iter(self._score_before_updates([sample for of_unit in rows for sample in of_unit]))
-        scored_units = [[next(scored) for _ in of_unit] for of_unit in rows]
+        scored_units: list[list[ScoredRow]] = [[next(scored) for _ in of_unit] for of_unit in rows]
         if self.objective.changes_units(self._config):
             with self.fail_together():
                 scored_units = self.objective.change_units(units, scored_units, self._config, self._processes)
-        dealt = (
-            numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(len(units) + len(idle))
-        )
-        num_updates = self.backend.num_updates
-        updates = (
-            self._update(
-                [scored_units[i] for i in numbers if i < len(units)],
-                [idle[i - len(units)] for i in numbers if i >= len(units)],
-                has_new_weights=self.backend.num_updates > num_updates,
-            )
-            for numbers in dealt
-        )
-        return tuple(update for update in updates if update is not None)
+        return scored_units
 
     def _score_before_updates(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
         """Compute the old and reference logprobs for all updates of the step."""
@@ -355,23 +377,27 @@ class Trainer:
         is_alone = self._recomputes and config.num_minibatches == config.num_iterations == 1
         return is_alone and not self.objective.needs_old_logprobs(config)
 
-    def _deal_out(self, num_units: int) -> list[list[int]]:
-        order: list[int] = self._rng.permutation(num_units).tolist()
+    def _deal_out(self, scored: Sequence[Any], idle: Sequence[int]) -> list[list[int]]:
+        """The numbers of the units of each minibatch, those without gradient last."""
+        order: list[int] = self._rng.permutation(len(scored) + len(idle)).tolist()
         return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
 
-    def _update(
-        self, units: Sequence[Sequence[ScoredRow]], idle: Sequence[int], *, has_new_weights: bool
-    ) -> UpdateStats | None:
-        """One optimizer update on all processes' units of one minibatch; None where no process has any. Units without
-        gradient, of which `idle` has the numbers of loss tokens, count in its size. `has_new_weights` after an update.
-        """
-        rows = [row for unit in units for row in unit]
+    def _agree_on_size(self, minibatch: _Minibatch) -> UpdateSize | None:
+        """The size of a minibatch over all processes; None if no process has rows of it to train."""
+        rows, idle = minibatch.rows, minibatch.idle
         num_tokens = sum(row.num_loss_tokens for row in rows) + sum(idle)
-        mine = (len(units) + len(idle), num_tokens, len(rows) + len(idle))
+        mine = (len(minibatch.units) + len(idle), num_tokens, len(rows) + len(idle))
         has_rows, sizes = zip(*self.from_all_processes((bool(rows), mine)), strict=True)
-        if not any(has_rows):
+        return UpdateSize(*(sum(numbers) for numbers in zip(*sizes, strict=True))) if any(has_rows) else None
+
+    def _update(self, minibatch: _Minibatch, *, has_new_weights: bool) -> UpdateStats | None:
+        """One optimizer update on all processes' units of one minibatch; None where no process has any.
+
+        `has_new_weights` after an update of the step: then no logprob is that of the weights that sampled.
+        """
+        if (size := self._agree_on_size(minibatch)) is None:
             return None
-        size = UpdateSize(*(sum(numbers) for numbers in zip(*sizes, strict=True)))
+        units, rows = minibatch.units, minibatch.rows
         config = self._with_entropy_weight()
         weighed = self.objective.weigh(units, config, size=size, score=self.backend.logprobs)
         passes = self.backend.forward_backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,21 +61,22 @@ class RolloutNumbers:
         sampled = [*groups, *replaced]
         members = [member for group in sampled for member in group.trajectories]
         left = [keep_trainable(group) for group in sampled]
-        compared = [group for group in left if len(group) >= MIN_GROUP_SIZE]
+        trainable = list(chain.from_iterable(left))
+        rewards = [_floats(member.reward for member in group) for group in left]
         return RolloutNumbers(
-            rewards=_floats(member.reward for group in left for member in group),
-            kept_rewards=_floats(member.reward for group in left[: len(groups)] for member in group),
+            rewards=_join(rewards),
+            kept_rewards=_join(rewards[: len(groups)]),
             replaced_tokens=_floats(group.num_sampled for group in replaced),
-            reward_parts=_by_name(member.reward_parts for group in left for member in group),
-            prompt_tokens=_floats(_num_prompt_ids(member) for member in members),
+            reward_parts=_by_name(member.reward_parts for member in trainable),
+            prompt_tokens=_floats(map(_num_prompt_ids, members)),
             completion_tokens=_floats(member.num_sampled for member in members),
             turns=_floats(len(member.turns) for member in members),
-            tool_calls=_floats(sum(len(turn.parsed.tool_calls) for turn in member.turns) for member in members),
+            tool_calls=_floats(map(_num_tool_calls, members)),
             rollout_s=_floats(member.wall_time_s for member in members),
             engine_s=_floats(member.engine_s for member in members),
-            queue_s=_floats(wait for member in members if (wait := member.queue_s) is not None),
-            group_sizes=_floats(len(group) if len(group) >= MIN_GROUP_SIZE else 0 for group in left),
-            group_stds=_floats(_std(_floats(member.reward for member in group)) for group in compared),
+            queue_s=_floats(member.queue_s for member in members if member.queue_s is not None),
+            group_sizes=_floats(map(_num_compared, rewards)),
+            group_stds=_floats(_std(of_group) for of_group in rewards if _num_compared(of_group) > 0),
             counters=counters,
         )
 
@@ -130,6 +132,16 @@ def _statistics(name: str, values: _Floats, *kinds: str) -> Metrics:
     return {f"{name}{separator}{kind}": float(_STATISTICS[kind](values)) if are_numbers else None for kind in kinds}
 
 
+def _join(arrays: Sequence[_Floats]) -> _Floats:
+    """[N], empty without arrays."""
+    return np.concatenate([_floats(()), *arrays])
+
+
+def _num_compared(rewards: _Floats) -> int:
+    """The members of a group that are compared with each other; 0 if too few are left."""
+    return len(rewards) if len(rewards) >= MIN_GROUP_SIZE else 0
+
+
 def _std(rewards: _Floats) -> float:
     """The standard deviation, exactly 0 if rewards are equal up to rounding: numpy gives 1e-17 for three times 0.1."""
     return 0.0 if all_equal(rewards) else float(np.std(rewards))
@@ -150,3 +162,7 @@ def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
 def _num_prompt_ids(trajectory: Trajectory) -> int:
     nodes = trajectory.tree.nodes
     return len(nodes[0].token_ids) if nodes else 0
+
+
+def _num_tool_calls(trajectory: Trajectory) -> int:
+    return sum(len(turn.parsed.tool_calls) for turn in trajectory.turns)

@@ -126,26 +126,21 @@ def merge_stats(
     """Add up the statistics of all processes, of which at least one had rows; the step made `policy_version`."""
     everywhere = [update for process in processes for update in process.updates]
     loss = reduce(add, (update.loss for update in everywhere))
-    of_objective = [update.objective for update in everywhere if update.objective is not None]
     updates = processes[0].updates
-    num_tokens = sum(update.num_tokens for update in everywhere)
-    num_padding = sum(update.num_padding for update in everywhere)
-    num_shared = sum(update.num_shared for update in everywhere)
+    num_tokens, num_padding, num_shared = _sum_ids(everywhere)
     staleness = np.concatenate([process.staleness for process in processes])
-    first = [process.updates[0] for process in processes]
-    logprobs = np.concatenate([update.logprobs for update in first])
-    rollout_logprobs = np.concatenate([update.rollout_logprobs for update in first])
-    versions = np.concatenate([update.versions for update in first])
+    first = _FirstMinibatch.of(processes)
+    is_proven = first.versions == policy_version - 1
     return StepStats(
         policy_version=policy_version,
         num_rows=sum(process.num_rows for process in processes),
-        num_tokens=sum(process.num_tokens for process in processes),
+        num_tokens=num_tokens,
         padding_share=num_padding / (num_tokens - num_shared + num_padding),
         shared_share=num_shared / num_tokens,
         num_loss_tokens=len(staleness),
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),
-        objective=reduce(add, of_objective) if of_objective else None,
+        objective=_sum_objectives(everywhere),
         clip_fraction=loss.clip_fraction,
         corrected_fraction=loss.corrected_fraction,
         entropy=loss.entropy,
@@ -157,15 +152,47 @@ def merge_stats(
         learning_rate=updates[-1].learning_rate,
         entropy_weight=updates[-1].entropy_weight,
         router_loss=updates[-1].router_loss,
-        mismatch=mismatch(logprobs, rollout_logprobs),
-        k3_by_lag=k3_by_lag(logprobs, rollout_logprobs, policy_version - 1 - versions),
-        proven_share=float(np.mean(versions == policy_version - 1)) if is_exact else None,
-        routing=reduce(add, (update.routing for update in first)) if replays_routing else None,
+        mismatch=mismatch(first.logprobs, first.rollout_logprobs),
+        k3_by_lag=k3_by_lag(first.logprobs, first.rollout_logprobs, policy_version - 1 - first.versions),
+        proven_share=float(np.mean(is_proven)) if is_exact else None,
+        routing=first.routing if replays_routing else None,
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
         ids_by_staleness=_count_values(staleness),
         seconds=seconds,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FirstMinibatch:
+    """The loss tokens of a step's first minibatch in all processes: no update has changed the weights before."""
+
+    logprobs: Logprobs
+    rollout_logprobs: Logprobs
+    versions: NDArray[np.int32]
+    routing: RoutingStats
+
+    @classmethod
+    def of(cls, processes: Sequence[ProcessStats]) -> _FirstMinibatch:
+        first = [process.updates[0] for process in processes]
+        return cls(
+            logprobs=np.concatenate([update.logprobs for update in first]),
+            rollout_logprobs=np.concatenate([update.rollout_logprobs for update in first]),
+            versions=np.concatenate([update.versions for update in first]),
+            routing=reduce(add, (update.routing for update in first)),
+        )
+
+
+def _sum_ids(updates: Sequence[UpdateStats]) -> tuple[int, int, int]:
+    """The ids in the rows, in padding, and that rows of a pass share."""
+    counts = [(update.num_tokens, update.num_padding, update.num_shared) for update in updates]
+    num_tokens, num_padding, num_shared = map(sum, zip(*counts, strict=True))
+    return num_tokens, num_padding, num_shared
+
+
+def _sum_objectives(updates: Sequence[UpdateStats]) -> ObjectiveStats | None:
+    known = [update.objective for update in updates if update.objective is not None]
+    return reduce(add, known) if known else None
 
 
 def _count_values(values: NDArray[np.int32]) -> dict[int, int]:
