@@ -58,7 +58,6 @@ _MAY_CHANGE = (
     "rollouts.key_file",
     "loop.num_steps",
     "loop.num_zero_variance_scored",
-    "loop.publish_beside_step",
     "loop.outages.",
     "loop.max_empty_steps",
     "checkpoints.",

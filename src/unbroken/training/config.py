@@ -495,9 +495,6 @@ class LoopConfig:
     """How many groups whose rewards are all equal a step replaces by those of further problems, at most and for each of
     its own groups: with 3, a step of 16 groups samples up to 64 (DAPO's dynamic sampling, arXiv:2503.14476). After that
     it trains on what there is. None: 0, or 3 with algorithm dapo."""
-    publish_beside_step: bool = True
-    """With max_staleness: whether new weights go to the engine while the next step is trained, from a copy beside the
-    trainer's. Otherwise the next step waits."""
     outages: OutageConfig = field(default_factory=OutageConfig)
     max_empty_steps: int | None = 3
     """After this many steps in a row without a row to train (equal rewards, failures) the run stops with an error that

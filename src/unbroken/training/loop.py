@@ -21,7 +21,6 @@ from unbroken.training.outages import Outages
 from unbroken.training.publication import Notices, Snapshots, publish_together
 from unbroken.training.queue import GroupQueue
 from unbroken.training.step import StepRunner
-from unbroken.training.step_metrics import StepLog
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together, from_all_processes
 from unbroken.weights.base import WeightPublisher
@@ -71,49 +70,12 @@ async def train(
     """
     observer, timeline = observer or RunObserver(), timeline or Timeline()
     _check_run(source, trainer, observer, config)
-    opening = _open_steps(
-        source,
-        trainer=trainer,
-        publisher=publisher,
-        metrics=metrics,
-        config=config,
-        observer=observer,
-        checkpoints=checkpoints,
-        engine=engine,
-        timeline=timeline,
-    )
-    async with opening as steps:
-        for step in range(steps.num_made, config.num_steps):
-            with observer.around_step(step):
-                await steps.run(step)
-        await steps.finish()
-
-
-@asynccontextmanager
-async def _open_steps(
-    source: GroupSource,
-    *,
-    trainer: Trainer,
-    publisher: WeightPublisher | None,
-    metrics: MetricsWriter | None,
-    config: LoopConfig,
-    observer: RunObserver,
-    checkpoints: Checkpoints | None,
-    engine: Engine | None,
-    timeline: Timeline,
-) -> AsyncIterator[StepRunner]:
-    """Resume the run, and close what runs beside its steps when the block ends; after an outage with a checkpoint."""
-    first_version, last = trainer.policy_version, None
-    if checkpoints is not None:
-        last = await _resume(trainer, checkpoints, config, engine)
-        async with fail_together(trainer):
-            if metrics is not None:
-                metrics.cut(0 if last is None else last.num_steps - 1)
+    first_version = trainer.policy_version
+    last = await _resume(trainer, checkpoints, metrics, config, engine)
     outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
-    queue = await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last)
     steps = StepRunner(
         trainer=trainer,
-        queue=queue,
+        queue=await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last),
         publisher=publisher,
         outages=outages,
         config=config,
@@ -123,18 +85,14 @@ async def _open_steps(
         timeline=timeline,
         snapshots=Snapshots(trainer, [publisher]),
         notices=await Notices.open(trainer),
-        log=StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics),
         last=last,
     )
-    try:
-        if last is not None:
-            await steps.repeat_end(is_published=trainer.policy_version == first_version)
-        steps.log.restart()
-        yield steps
-    except OutageError as error:
-        raise await _save_after_outage(steps, error) from error
-    finally:
-        await steps.close()
+    async with _saving_after_outage(steps):
+        await steps.begin(is_published=trainer.policy_version == first_version)
+        for step in range(steps.num_made, config.num_steps):
+            with observer.around_step(step):
+                await steps.run(step)
+        await steps.finish()
 
 
 async def _open_queue(
@@ -164,35 +122,54 @@ async def _open_queue(
 
 
 async def _resume(
-    trainer: Trainer, checkpoints: Checkpoints, config: LoopConfig, engine: Engine | None
+    trainer: Trainer,
+    checkpoints: Checkpoints | None,
+    metrics: MetricsWriter | None,
+    config: LoopConfig,
+    engine: Engine | None,
 ) -> LastStep | None:
     """Restore the newest checkpoint, if there is one, with a version that no engine has other weights of.
 
     Servers may have weights of steps that are lost with a killed run, and take no older version.
     """
+    if checkpoints is None:
+        return None
     last = await asyncio.to_thread(checkpoints.resume, trainer)
+    async with fail_together(trainer):
+        if last is not None and last.num_steps > config.num_steps:
+            raise InvalidInputError(
+                f"LoopConfig.num_steps must be at least {last.num_steps}, the steps that the run in "
+                f"{checkpoints.folder} has made, got {config.num_steps}"
+            )
+        if metrics is not None:
+            metrics.cut(0 if last is None else last.num_steps - 1)
     if last is None:
         return None
-    if last.num_steps > config.num_steps:
-        raise InvalidInputError(
-            f"LoopConfig.num_steps must be at least {last.num_steps}, the steps that the run in {checkpoints.folder} "
-            f"has made, got {config.num_steps}"
-        )
     newest = 0 if engine is None else engine.policy_version
     if (newest := max(await from_all_processes(trainer, newest))) > trainer.policy_version:
         trainer.policy_version = newest + 1
     return last
 
 
-async def _save_after_outage(steps: StepRunner, error: OutageError) -> OutageError:
-    """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""
-    if steps.checkpoints is None:
-        return OutageError(f"{error}. The run had no `checkpoints` and begins anew when it is started again")
-    await asyncio.to_thread(steps.save_last, steps.checkpoints)
-    return OutageError(
-        f"{error}. The run stands after {steps.num_made} steps in {steps.checkpoints.folder}: start it again once "
-        "the engine is there, and it continues from there"
-    )
+@asynccontextmanager
+async def _saving_after_outage(steps: StepRunner) -> AsyncIterator[None]:
+    """Close the steps when the block ends. After an outage, write a checkpoint of the last one, unless there is one,
+    and add to the error where the run stands.
+    """
+    try:
+        yield
+    except OutageError as error:
+        if steps.checkpoints is None:
+            raise OutageError(
+                f"{error}. The run had no `checkpoints` and begins anew when it is started again"
+            ) from error
+        await asyncio.to_thread(steps.save_last, steps.checkpoints)
+        raise OutageError(
+            f"{error}. The run stands after {steps.num_made} steps in {steps.checkpoints.folder}: start it again once "
+            "the engine is there, and it continues from there"
+        ) from error
+    finally:
+        await steps.close()
 
 
 def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, config: LoopConfig) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -52,6 +52,20 @@ from unbroken.training.waits import fail_together, from_all_processes, in_any_pr
 from unbroken.weights.base import WeightPublisher
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """What a process trains on in one step."""
+
+    units: Sequence[Any]
+    """The objective's; `Objective.get_rows` has their rows."""
+    replaced: Sequence[Any]
+    """Those of groups that were replaced by others, which are not trained on."""
+    counters: Counters
+    """Of this process's rollouts and dropped rows."""
+    metrics: Metrics
+    """Of the rollouts of all processes."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepRunner:
     """Makes the steps of one run, one after the other. All processes call its methods together."""
@@ -67,13 +81,17 @@ class StepRunner:
     timeline: Timeline
     snapshots: Snapshots
     notices: Notices
-    log: StepLog
     last: LastStep | None
     """The last step that was made."""
+    log: StepLog = field(init=False)
     num_empty: int = 0
     """Steps in a row that trained no row, since the run was started."""
     publication: asyncio.Task[int | None] | None = None
     """Of a copy of the weights, beside the next step. Its result is the version, if all is well."""
+
+    def __post_init__(self) -> None:
+        metrics = None if self.last is None else self.last.metrics
+        self.log = StepLog(is_ahead=self.config.max_staleness > 0, metrics=metrics)
 
     @property
     def num_made(self) -> int:
@@ -93,7 +111,8 @@ class StepRunner:
             groups = await self._take_groups(step)
         self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
         await check_some_succeeded(groups.sampled, step, self.trainer, self.observer)
-        await self._update(groups)
+        with record_function("train"):
+            await self._update(groups, await self._make_rows(groups))  # no name keeps the rows beyond the update
         # A checkpoint has the new weights before any engine does. A run that is killed from here on continues from this
         # step, or from an earlier one with a version above the engine's.
         await self._save(groups)
@@ -103,12 +122,14 @@ class StepRunner:
         if self.trainer.policy_version == version:
             self.queue.set_next_version(version)  # nothing was trained; the queue expected one version more
         elif self.config.max_staleness == 0:
-            # If the engine is gone, this waits for it: up to OutageConfig.wait_s, and then the run ends with an
-            # OutageError and a checkpoint of this step.
+            # If the engine is gone, this waits until it is back and gives it the weights. After OutageConfig.wait_s, or
+            # at once if `train` was given no engine to wait for, the run ends with an OutageError and a checkpoint of
+            # this step, from which it continues.
             await self.publish()
         else:
-            # If the engine is gone, the copy beside the next step fails, and no group starts. The next time that all
-            # processes meet (`end_publication`, or `_take_groups` of the next step), they wait for the engine together.
+            # If the engine is gone, the publication fails beside the next step, and no group starts from then on. Where
+            # all processes meet next (`end_publication`, or `_take_groups` of the next step) they wait for the engine
+            # as above, together: none may wait alone while the others compute.
             await self._begin_publication()
         if self.observer.needs_engine(step + 1):
             await self.end_publication()  # an evaluation after this step samples with its weights
@@ -137,56 +158,60 @@ class StepRunner:
             f"last: {format_loss(lost)}): look into the engine's log for the cause, which may be a prompt of this step"
         ) from lost
 
-    async def _update(self, groups: StepGroups) -> None:
-        """Make rows of the groups, and update the weights with them, unless no process has any."""
+    async def _make_rows(self, groups: StepGroups) -> StepRows:
+        """Make rows of the groups. The replaced ones are not trained on, and their rows are counted by reason (I8)."""
         trainer, log, counters = self.trainer, self.log, Counters()
         sampling_s = await self._begin_log(groups)
         for group in groups.sampled:
             counters.merge(group.counters)
-        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
+        replaced: Sequence[Any] = ()
         with log.span("units"):
             async with fail_together(trainer):
                 units = await trainer.make_units(groups.groups, counters)
-                replaced: Sequence[Any] = ()
-                if self.config.replaces_groups:  # they are not trained on, and are counted by reason (I8)
+                if self.config.replaces_groups:
                     replaced = await trainer.make_units(groups.replaced, counters)
-        num_replaced = sum(bool(get_rows(unit)) for unit in replaced)
+        num_replaced = sum(map(bool, map(trainer.objective.get_rows, replaced)))
         counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_replaced)
         with log.span("metrics"):
             numbers = RolloutNumbers.of(groups.groups, counters, replaced=groups.replaced)
             everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
-        with record_function("train"):
-            num_trained = sum(bool(get_rows(unit)) for unit in units)
-            is_trained = await in_any_process(trainer, num_trained > 0)
-            if is_trained and self.observer.before_update is not None:
-                with log.span("sleep"):
-                    async with fail_together(trainer):
-                        await self.observer.before_update()  # the engine lends the trainer its memory
-            rollouts = StepRollouts(
-                step=groups.step, groups=groups.sampled, units=units, counters=counters, is_trained=is_trained
-            )
-            with log.span("records"):
-                await self.observer.on_rollouts(rollouts)
-            # Rows that teach nothing say as well whether trainer and sampler have one policy (I9), before the weights
-            # change: a sampler that speaks garbage earns no rewards, so no row of it would teach anything.
-            num_scored = self.config.num_zero_variance_scored
-            if is_trained:
-                untrained = [rows for rows in map(get_idle, units) if rows]
-                untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
-                with log.span("score"):
-                    scored = await asyncio.to_thread(compare_zero_variance, trainer, untrained, num_scored=num_scored)
-                with self.timeline.span("train", units=num_trained):
-                    trained = step_metrics(await asyncio.to_thread(trainer.step, units))
-                trained = {**trained, **scored.get_metrics(trained)}
-            else:
-                with log.span("score"):
-                    compare = partial(compare_untrained, trainer, groups.sampled, num_scored=num_scored)
-                    compared = await asyncio.to_thread(compare)
-                trained = {"train/num_rows": 0, "train/policy_version": trainer.policy_version, **compared}
-        self.num_empty = 0 if is_trained else self.num_empty + 1
-        with log.span("metrics"):
             found = {**rollout_metrics(everyone, collect_s=sampling_s), **trainer.objective.get_metrics(units)}
-        log.end_update({**found, **trained})
+        return StepRows(units=units, replaced=replaced, counters=counters, metrics=found)
+
+    async def _update(self, groups: StepGroups, rows: StepRows) -> None:
+        """Update the weights with the rows, unless no process has any to train.
+
+        Rows that teach nothing say as well whether trainer and sampler have one policy (I9), and are compared before
+        the weights change: a sampler that speaks garbage earns no rewards, so no row of it would teach anything.
+        """
+        trainer, log, num_scored = self.trainer, self.log, self.config.num_zero_variance_scored
+        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
+        num_units = sum(map(bool, map(get_rows, rows.units)))
+        is_trained = await in_any_process(trainer, num_units > 0)
+        if is_trained and self.observer.before_update is not None:
+            with log.span("sleep"):
+                async with fail_together(trainer):
+                    await self.observer.before_update()  # the engine lends the trainer its memory
+        rollouts = StepRollouts(
+            step=groups.step, groups=groups.sampled, units=rows.units, counters=rows.counters, is_trained=is_trained
+        )
+        with log.span("records"):
+            await self.observer.on_rollouts(rollouts)
+        if is_trained:
+            untrained = [idle for idle in map(get_idle, rows.units) if idle]
+            untrained += [of_unit for unit in rows.replaced if (of_unit := get_idle(unit) or get_rows(unit))]
+            with log.span("score"):
+                scored = await asyncio.to_thread(compare_zero_variance, trainer, untrained, num_scored=num_scored)
+            with self.timeline.span("train", units=num_units):
+                trained = step_metrics(await asyncio.to_thread(trainer.step, rows.units))
+            trained = {**trained, **scored.get_metrics(trained)}
+        else:
+            with log.span("score"):
+                compare = partial(compare_untrained, trainer, groups.sampled, num_scored=num_scored)
+                compared = await asyncio.to_thread(compare)
+            trained = {"train/num_rows": 0, "train/policy_version": trainer.policy_version, **compared}
+        self.num_empty = 0 if is_trained else self.num_empty + 1
+        log.end_update({**rows.metrics, **trained})
 
     async def _save(self, groups: StepGroups) -> None:
         """Begin to write a checkpoint if one is due. It holds which groups were trained when these were taken, for the
@@ -219,8 +244,6 @@ class StepRunner:
         with self.timeline.span("snapshot"):
             weights = await self.snapshots.take()
         self.publication = asyncio.create_task(self._publish_beside(weights, version))
-        if not self.config.publish_beside_step:
-            await self.end_publication()
 
     async def _publish_beside(self, weights: Snapshot | None, version: int) -> int | None:
         """Publish a copy, or wait until the process has that publishes for this one, too."""
@@ -292,12 +315,14 @@ class StepRunner:
         if self.num_empty > 0:
             await self._report_empty(step, logged)
 
-    async def repeat_end(self, *, is_published: bool) -> None:
-        """Do again what follows the last step: a run that continues may have been killed before it was done."""
-        if not is_published:
-            await self.publish()
-        await self.outages.repeat(self.observer.on_resume)
-        await self.end(self.num_made - 1, self.log.end_step_of_another())
+    async def begin(self, *, is_published: bool) -> None:
+        """Begin the run. One that continues first does again what may have been cut off after its last step."""
+        if self.last is not None:
+            if not is_published:
+                await self.publish()
+            await self.outages.repeat(self.observer.on_resume)
+            await self.end(self.num_made - 1, self.log.end_step_of_another())
+        self.log.restart()
 
     async def finish(self) -> None:
         """Wait until the last weights are published and the last checkpoint is written."""
@@ -365,16 +390,17 @@ async def check_some_succeeded(
     groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer, observer: RunObserver
 ) -> None:
     """Warn of failed rollouts; raise if those of all processes failed, or such a run would silently train nothing."""
-    errors = [trajectory.error for group in groups for trajectory in group.trajectories]
-    failed = [error for error in errors if error is not None]
+    num_rollouts = sum(len(group.trajectories) for group in groups)
+    failed = [each.error for group in groups for each in group.trajectories if each.error is not None]
     first_here = format_error(failed[0]) + format_frames(failed[0]) if failed else None
-    everyone = await from_all_processes(trainer, (len(errors), len(failed), first_here))
-    num_rollouts, num_failed = (sum(counts) for counts in list(zip(*everyone, strict=True))[:2])
-    if num_failed == 0:
+    everyone = await from_all_processes(trainer, (num_rollouts, len(failed), first_here))
+    rollouts, failures, firsts = zip(*everyone, strict=True)
+    if sum(failures) == 0:
         return
-    first = next(words for _, _, words in everyone if words is not None)
-    if num_failed == num_rollouts:
+    first = next(words for words in firsts if words is not None)
+    if sum(failures) == sum(rollouts):
         cause = failed[0] if failed else None
-        raise RolloutError(f"all {num_failed} rollouts of step {step} failed, the first with {first}") from cause
+        raise RolloutError(f"all {sum(failures)} rollouts of step {step} failed, the first with {first}") from cause
     if trainer.is_main_process:
-        observer.warn(f"{num_failed} of {num_rollouts} rollouts of step {step} failed, the first with {first}")
+        failed = f"{sum(failures)} of {sum(rollouts)} rollouts of step {step} failed"
+        observer.warn(f"{failed}, the first with {first}")

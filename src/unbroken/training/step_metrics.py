@@ -300,20 +300,23 @@ def compare_zero_variance(
     Blocks; every process calls it. Raises as `Trainer.check_policy` does.
     """
     evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
-    chosen = [row for of_member in evenly_spread for row in of_member]
-    logprobs: Sequence[Logprobs] = []
-    if trainer.in_any_process(bool(chosen)):
-        logprobs = trainer.logprobs(chosen)
-        trainer.check_policy(chosen, logprobs)
-    pairs = [
-        (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask])
-        for row, of_row in zip(chosen, logprobs, strict=True)
-    ]
+    pairs = _score([row for of_member in evenly_spread for row in of_member], trainer)
     num_tokens = sum(int(row.loss_mask.sum()) for of_member in rows for row in of_member)
     everyone = trainer.from_all_processes((num_tokens, pairs))
     seen = [pair for _, of_process in everyone for pair in of_process]
     scored = mismatch(*(np.concatenate(side) for side in zip(*seen, strict=True))) if seen else None
     return ZeroVariance(num_tokens=sum(of_process for of_process, _ in everyone), scored=scored)
+
+
+def _score(rows: Sequence[TrainingSample], trainer: Trainer) -> list[tuple[Logprobs, Logprobs]]:
+    """The trainer's and the sampler's logprobs of each row's loss tokens, which must be those of one policy."""
+    if not trainer.in_any_process(bool(rows)):
+        return []
+    logprobs = trainer.logprobs(rows)
+    trainer.check_policy(rows, logprobs)
+    return [
+        (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask]) for row, of_row in zip(rows, logprobs, strict=True)
+    ]
 
 
 def compare_untrained(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, num_scored: int) -> Metrics:

@@ -35,9 +35,8 @@ def check(source: PretendSource, trainer: PretendTrainer, config: LoopConfig) ->
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 5),
-    publish_beside_step=st.booleans(),
 )
-def test_no_group_is_too_old_and_each_is_trained_once(seed, max_staleness, groups_per_step, publish_beside_step):
+def test_no_group_is_too_old_and_each_is_trained_once(seed, max_staleness, groups_per_step):
     rng = random.Random(seed)
     engine = PretendEngine(lambda version: rng.uniform(0, 15))
     slow = rng.random() * 0.3
@@ -50,7 +49,6 @@ def test_no_group_is_too_old_and_each_is_trained_once(seed, max_staleness, group
     config = LoopConfig(
         num_steps=rng.randint(1, 12),
         max_staleness=max_staleness,
-        publish_beside_step=publish_beside_step,
         max_empty_steps=None,
     )
     run(source, engine, trainer, config)

@@ -59,7 +59,7 @@ class RolloutNumbers:
     ) -> RolloutNumbers:
         """The numbers of one process's groups, those that were replaced included, and the `counters` of all."""
         sampled = [*groups, *replaced]
-        members = [member for group in sampled for member in group.trajectories]
+        members = list(chain.from_iterable(group.trajectories for group in sampled))
         left = [keep_trainable(group) for group in sampled]
         trainable = list(chain.from_iterable(left))
         rewards = [_floats(member.reward for member in group) for group in left]
