@@ -127,16 +127,16 @@ def merge_stats(
     everywhere = [update for process in processes for update in process.updates]
     loss = reduce(add, (update.loss for update in everywhere))
     updates = processes[0].updates
-    num_tokens, num_padding, num_shared = _sum_ids(everywhere)
+    num_trained, num_padding, num_shared = _sum_ids(everywhere)
     staleness = np.concatenate([process.staleness for process in processes])
     first = _FirstMinibatch.of(processes)
     is_proven = first.versions == policy_version - 1
     return StepStats(
         policy_version=policy_version,
         num_rows=sum(process.num_rows for process in processes),
-        num_tokens=num_tokens,
-        padding_share=num_padding / (num_tokens - num_shared + num_padding),
-        shared_share=num_shared / num_tokens,
+        num_tokens=sum(process.num_tokens for process in processes),
+        padding_share=num_padding / (num_trained - num_shared + num_padding),
+        shared_share=num_shared / num_trained,
         num_loss_tokens=len(staleness),
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),
@@ -184,7 +184,7 @@ class _FirstMinibatch:
 
 
 def _sum_ids(updates: Sequence[UpdateStats]) -> tuple[int, int, int]:
-    """The ids in the rows, in padding, and that rows of a pass share."""
+    """The ids in the rows, once for each iteration; in padding; and those that rows of a pass share."""
     counts = [(update.num_tokens, update.num_padding, update.num_shared) for update in updates]
     num_tokens, num_padding, num_shared = map(sum, zip(*counts, strict=True))
     return num_tokens, num_padding, num_shared
