@@ -402,5 +402,5 @@ async def check_some_succeeded(
         cause = failed[0] if failed else None
         raise RolloutError(f"all {sum(failures)} rollouts of step {step} failed, the first with {first}") from cause
     if trainer.is_main_process:
-        failed = f"{sum(failures)} of {sum(rollouts)} rollouts of step {step} failed"
-        observer.warn(f"{failed}, the first with {first}")
+        share = f"{sum(failures)} of {sum(rollouts)} rollouts of step {step} failed"
+        observer.warn(f"{share}, the first with {first}")
