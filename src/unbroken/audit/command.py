@@ -96,7 +96,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     target = AuditTarget(
         model=arguments.model,
         template=arguments.template,
-        options=dict(read_option(parser, text) for text in arguments.option),
+        options=dict(_read_option(parser, text) for text in arguments.option),
         parser=arguments.parser,
     )
     report = run_in_process(target, _get_config(arguments), _get_limits(arguments))
@@ -144,7 +144,7 @@ def _get_limits(arguments: argparse.Namespace) -> ProcessLimits:
     return ProcessLimits(timeout_s=arguments.timeout)
 
 
-def read_option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
+def _read_option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:
     """Read a variable of the template; the value is JSON or else text."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():

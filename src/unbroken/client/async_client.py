@@ -118,14 +118,14 @@ class AsyncClient:
         """
         body = {
             "prompts": [p if isinstance(p, str) else _list_ids(p, name="prompts") for p in prompts],
-            "params": encode_params(params or SamplingParams()),
+            "params": _encode_params(params or SamplingParams()),
             "n": n,
             "adapter": adapter,
             "session_id": session_id,
         }
         held = await read_images(images, len(prompts))
         answer = await self._calls.post_with_images("/v1/sample", body, held, mm_processor_kwargs)
-        results = [read_result(result) for result in answer["results"]]
+        results = [_read_result(result) for result in answer["results"]]
         for index, result in enumerate(results):
             _check_images(result.image_sha256s, held, index)
         return results
@@ -152,7 +152,7 @@ class AsyncClient:
         ids = _list_ids(prompt, name="prompt")
         body = {
             "prompts": [encoded := EncodedIds(ids)],
-            "params": encode_params(params or SamplingParams()),
+            "params": _encode_params(params or SamplingParams()),
             "n": n,
             "adapter": adapter,
             "session_id": session_id,
@@ -169,7 +169,7 @@ class AsyncClient:
                     raise EchoError(f"{self.base_url} used another prompt than it was sent")
                 if "image_sha256s" in event:
                     _check_images(event["image_sha256s"], held, 0)
-                yield read_chunk(event)
+                yield _read_chunk(event)
 
     async def score(
         self,
@@ -188,7 +188,7 @@ class AsyncClient:
         }
         held = await read_images(images, len(sequences))
         answer = await self._calls.post_with_images("/v1/score", body, held, mm_processor_kwargs)
-        return [read_scored(result) for result in answer["results"]]
+        return [_read_scored(result) for result in answer["results"]]
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Make an OpenAI chat completion with ids; `fields` are other fields of the body. Raises as `generate` does."""
@@ -353,12 +353,12 @@ def _list_ids(ids: Sequence[int] | TokenIds, *, name: str) -> TokenIds:
     return token_ids(ids, name=name)
 
 
-def encode_params(params: SamplingParams) -> dict[str, Any]:
+def _encode_params(params: SamplingParams) -> dict[str, Any]:
     """Encode sampling parameters. What is returned besides is left out unless set: older servers refuse the keys."""
     return {key: value for key, value in asdict(params).items() if value or not key.startswith("return_")}
 
 
-def read_result(value: Mapping[str, Any]) -> SampleResult:
+def _read_result(value: Mapping[str, Any]) -> SampleResult:
     """Read one prompt's answer. The types check that its parts fit together."""
     return SampleResult(
         prompt_ids=token_ids(value["prompt_ids"]),
@@ -367,7 +367,7 @@ def read_result(value: Mapping[str, Any]) -> SampleResult:
     )
 
 
-def read_chunk(value: Mapping[str, Any]) -> SampleChunk:
+def _read_chunk(value: Mapping[str, Any]) -> SampleChunk:
     """Read one event of a stream."""
     finish_reason = value["finish_reason"]
     return SampleChunk(
@@ -383,7 +383,7 @@ def read_chunk(value: Mapping[str, Any]) -> SampleChunk:
     )
 
 
-def read_scored(value: Mapping[str, Any]) -> ScoredSequence:
+def _read_scored(value: Mapping[str, Any]) -> ScoredSequence:
     """Read the scores of one sequence."""
     return ScoredSequence(logprobs=value["logprobs"], top_logprobs=_read_top_logprobs(value["top_logprobs"]))
 

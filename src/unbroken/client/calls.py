@@ -141,7 +141,7 @@ class Calls:
         try:
             response = await self._read("POST", path, _encode(body), _JSON)
         except httpx.TransportError as error:
-            raise unreachable_error(self.base_url, error, 1) from error
+            raise _unreachable_error(self.base_url, error, 1) from error
         if response.status_code != 200:
             raise to_error(response)
         return self._read_json(response)
@@ -194,7 +194,7 @@ class Calls:
                     return _read_events(response, self.base_url, echo)
                 response = await _read_whole(response, self.base_url)
             except httpx.TransportError as error:
-                raise unreachable_error(self.base_url, error, 1) from error
+                raise _unreachable_error(self.base_url, error, 1) from error
             if response.status_code != 503 or attempt == self._max_retries:
                 raise to_error(response)
             await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
@@ -278,7 +278,7 @@ class Calls:
                 response = await self._read(method, path, content, headers)
             except (httpx.TransportError, OSError) as error:
                 if is_last or isinstance(error, httpx.ReadTimeout):
-                    raise unreachable_error(self.base_url, error, attempt + 1) from error
+                    raise _unreachable_error(self.base_url, error, attempt + 1) from error
                 await asyncio.sleep(_pause_s(attempt))
                 continue
             if response.status_code in _RETRIED_STATUSES and not is_last:
@@ -373,7 +373,7 @@ async def _read_events(response: httpx.Response, base_url: str, echo: bytes) -> 
                 raise ServerError(str(event["error"]["message"]))
             yield event
     except httpx.TransportError as error:
-        raise unreachable_error(base_url, error, 1) from error
+        raise _unreachable_error(base_url, error, 1) from error
     finally:
         await response.aclose()
     raise ServerError("the server's stream ended before [DONE]")
@@ -453,7 +453,7 @@ def _pause_s(attempt: int, retry_after: str | None = None) -> float:
     return min(2.0**attempt, 30.0) * (0.5 + random.random() / 2)
 
 
-def unreachable_error(base_url: str, error: Exception, num_tries: int) -> ServerUnreachableError:
+def _unreachable_error(base_url: str, error: Exception, num_tries: int) -> ServerUnreachableError:
     """The error for a connection that failed or broke."""
     return ServerUnreachableError(
         f"no answer from {base_url} in {num_tries} tries ({type(error).__name__}: {error}): is the server running, and "

@@ -31,7 +31,7 @@ class Client:
         self._portal = self._stack.enter_context(start_blocking_portal())
         self._client = AsyncClient(base_url, **options)
         self._stack.callback(self._run, self._client.close)
-        self.sessions = BlockingSessionCalls(self._client.sessions, self._run)
+        self.sessions = _BlockingSessionCalls(self._client.sessions, self._run)
 
     def __enter__(self) -> Client:
         return self
@@ -94,7 +94,7 @@ class _Run(Protocol):
     def __call__(self, call: Callable[[], Awaitable[_T]]) -> _T: ...
 
 
-class BlockingSessionCalls:
+class _BlockingSessionCalls:
     """`SessionCalls` with blocking methods. `Client.sessions` is one."""
 
     def __init__(self, calls: SessionCalls, run: _Run) -> None:

@@ -116,14 +116,14 @@ def write_report(result: DemoResult, folder: Path) -> None:
         "unbroken.demo",
         "report.html.jinja",
         result=result,
-        curves=make_curves(result),
+        curves=_make_curves(result),
         causes=list(Cause),
         ratio_rows=[(name, row.mismatch) for name, row in result.rows],
     )
     write_file(folder / "report.html", page)
 
 
-def make_curves(result: DemoResult) -> list[dict[str, Any]]:
+def _make_curves(result: DemoResult) -> list[dict[str, Any]]:
     """The mean reward of each step, and the evaluations before and after training."""
     rewards = [[step, reward] for step, reward in enumerate(result.step_rewards, start=1)]
     return [

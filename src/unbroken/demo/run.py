@@ -75,10 +75,10 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
         success_after=after,
         step_rewards=tuple(step["reward/mean"] or 0.0 for step in steps),
         rollouts=len(steps) * config.rollouts.problems_per_step * config.rollouts.group_size,
-        exact=compare_exact(trained),
-        retokenised=await compare_by_style(retokenised, trained),
-        counters=sum_counters(steps),
-        example=show_example(texts, trained.rollouts, retokenised),
+        exact=_compare_exact(trained),
+        retokenised=await _compare_by_style(retokenised, trained),
+        counters=_sum_counters(steps),
+        example=_show_example(texts, trained.rollouts, retokenised),
         seconds=time.perf_counter() - started,
     )
     write_report(result, config.output)
@@ -92,10 +92,10 @@ def compare(texts: TemplateTexts, trajectory: Trajectory) -> Retokenised:
     return found
 
 
-def compare_exact(trained: TrainedRun) -> ComparedRollouts:
+def _compare_exact(trained: TrainedRun) -> ComparedRollouts:
     """Compare trainer and sampler on the rollouts as they were sampled."""
     rows = [row for trajectory in trained.rollouts for row in export_samples(trajectory.tree, advantage=0.0)]
-    differ = [not trains_what_was_sampled(*pair) for pair in zip(rows, trained.rollouts, strict=True)]
+    differ = [not _trains_what_was_sampled(*pair) for pair in zip(rows, trained.rollouts, strict=True)]
     return ComparedRollouts(
         num_rollouts=len(differ),
         share_differ=sum(differ) / len(differ),
@@ -104,13 +104,13 @@ def compare_exact(trained: TrainedRun) -> ComparedRollouts:
     )
 
 
-def trains_what_was_sampled(row: TrainingSample, trajectory: Trajectory) -> bool:
+def _trains_what_was_sampled(row: TrainingSample, trajectory: Trajectory) -> bool:
     """Whether the ids that a row trains on are those that the engine returned, turn by turn."""
     returned = np.concatenate([turn.sequence.completion_ids for turn in trajectory.turns])
     return np.array_equal(row.token_ids[row.loss_mask], returned)
 
 
-async def compare_by_style(rollouts: Sequence[Retokenised], trained: TrainedRun) -> dict[JsonStyle, ComparedRollouts]:
+async def _compare_by_style(rollouts: Sequence[Retokenised], trained: TrainedRun) -> dict[JsonStyle, ComparedRollouts]:
     """Score the retokenised rollouts with the trained weights, for each JSON style."""
     by_style: dict[JsonStyle, list[Retokenised]] = {style: [] for style in JsonStyle}
     for number, rollout in enumerate(rollouts):
@@ -139,7 +139,7 @@ def read_steps(output: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in lines]
 
 
-def sum_counters(steps: Sequence[dict[str, float | None]]) -> dict[str, int]:
+def _sum_counters(steps: Sequence[dict[str, float | None]]) -> dict[str, int]:
     """The number of events of the whole training, by `event/reason`."""
     total: Counter[str] = Counter()
     for metrics in steps:
@@ -148,7 +148,7 @@ def sum_counters(steps: Sequence[dict[str, float | None]]) -> dict[str, int]:
     return {name: n for name, n in by_reason.items() if "/" in name}
 
 
-def show_example(
+def _show_example(
     texts: TemplateTexts, trajectories: Sequence[Trajectory], rollouts: Sequence[Retokenised]
 ) -> SideBySide:
     """Show a rollout that is changed by the usual pipeline, if there is one, right, and of many turns."""

@@ -323,7 +323,7 @@ class Curriculum(Protocol):
 MakeCurriculum: TypeAlias = Callable[[CurriculumPart], Curriculum]
 
 
-class ChoosingCollector(Collector):
+class _ChoosingCollector(Collector):
     """The groups of the problems that a curriculum chooses.
 
     Worked example, 2 processes: the second one's curriculum chooses 3, which is the problem 7 of the run.
@@ -363,7 +363,7 @@ def make_collector(sampler: Sampler, make: MakeCurriculum | None, *, seed: int, 
     if make is None:
         return Collector(sampler, rank=rank)
     part = CurriculumPart.of(sampler.problems.num_problems, seed=seed, rank=rank)
-    return ChoosingCollector(sampler, make(part), part)
+    return _ChoosingCollector(sampler, make(part), part)
 
 
 def _check(problem: Any) -> int:

@@ -435,7 +435,7 @@ def _routing_options(records_routing: bool) -> list[str]:
     return ["--enable-return-routed-experts"] if records_routing else []
 
 
-class EngineHost:
+class _EngineHost:
     """An engine and its server in a thread; a publisher for it."""
 
     def __init__(self, source: str | Path, processor: ImageProcessor | None) -> None:
@@ -518,10 +518,10 @@ async def share_engine(
         raise missing_extra(error, "engine.processes_per_engine above 1 needs the serve extra", "serve") from error
     first = rank.index // size * size
     async with AsyncExitStack() as stack:
-        host: EngineHost | None = None
+        host: _EngineHost | None = None
         with fail_together(device):
             if rank.index == first:
-                host = EngineHost(source, processor)
+                host = _EngineHost(source, processor)
                 await host.open(start)
                 stack.push_async_callback(host.close)
         with on_device(device):

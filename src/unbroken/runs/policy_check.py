@@ -115,7 +115,7 @@ def make_prompts(renderer: Renderer, problems: Problems | None, engine: Any, *, 
     return found
 
 
-def count_prompts(engine: Engine) -> int:
+def _count_prompts(engine: Engine) -> int:
     """How many prompts to sample together: enough that each of several servers gets some."""
     # Only an engine over HTTP has them; its class is not imported here, as `train` alone installs no httpx.
     urls = getattr(engine, "urls", ())
@@ -222,7 +222,7 @@ class PolicyCheck:
         async with fail_together(
             self.trainer
         ):  # an engine may be gone in one process; the others would score without it
-            num = count_prompts(engine)
+            num = _count_prompts(engine)
             prompts = await asyncio.to_thread(make_prompts, sampler.renderer, sampler.problems, engine, num=num)
             rows = await sample_probes(engine, prompts, params, returns_experts=sampler.returns_experts)
         found = await asyncio.to_thread(self._compare, prompts, rows)
@@ -241,7 +241,7 @@ class PolicyCheck:
             with trainer.fail_together():
                 check_surprise(surprise, vocab_size=trainer.vocab_size)
         except PolicyMismatchError as error:
-            raise PolicyMismatchError(f"{self.name}: {error}. {describe_libraries()}. Nothing was trained") from error
+            raise PolicyMismatchError(f"{self.name}: {error}. {_describe_libraries()}. Nothing was trained") from error
         return _merge(scored)
 
 
@@ -270,7 +270,7 @@ async def check_against_folder(
         PolicyMismatchError: they have two policies, or the model does not know the renderer's text.
     """
     started = time.perf_counter()
-    prompts = await asyncio.to_thread(make_prompts, renderer, None, engine, num=count_prompts(engine))
+    prompts = await asyncio.to_thread(make_prompts, renderer, None, engine, num=_count_prompts(engine))
     rows = await sample_probes(engine, prompts, SamplingParams())
     version = int(rows[0].policy_versions.max())
 
@@ -287,7 +287,7 @@ async def check_against_folder(
     try:
         found, max_k3 = await asyncio.to_thread(compare)
     except PolicyMismatchError as error:
-        raise PolicyMismatchError(f"{error}. {describe_libraries()}") from error
+        raise PolicyMismatchError(f"{error}. {_describe_libraries()}") from error
     return _describe(found, "engine", max_k3, time.perf_counter() - started).replace("the trainer", "transformers")
 
 
@@ -332,7 +332,7 @@ def score_plainly(model: Any, rows: Sequence[TrainingSample]) -> list[RowScores]
     return found
 
 
-def describe_libraries() -> str:
+def _describe_libraries() -> str:
     """The versions of what computes, on this machine."""
     found: dict[str, str] = {}
     for name in _LIBRARIES:

@@ -237,7 +237,7 @@ class GroupOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class NewestVersion:
+class _NewestVersion:
     """The servers have these weights; see `RequiresVersion`."""
 
     policy_version: int
@@ -322,7 +322,7 @@ class SamplerProcesses:
         await self._pool.close()
 
     def _tell_version(self, policy_version: int) -> None:
-        self._pool.tell(NewestVersion, NewestVersion(policy_version))
+        self._pool.tell(_NewestVersion, _NewestVersion(policy_version))
 
 
 def _name_problems(index: int) -> str:
@@ -360,7 +360,7 @@ class _Work:
         sampler = replace(self._sampler, problems=problems, seed=order.seed, sampling=order.sampling)
         return await sampler.sample_group(order.number, size=order.size)
 
-    def tell(self, news: NewestVersion) -> None:
+    def tell(self, news: _NewestVersion) -> None:
         engine = self._sampler.engine
         assert isinstance(engine, RequiresVersion), "it is connected to servers"
         engine.require_version(news.policy_version)

@@ -44,7 +44,7 @@ from unbroken.runs.python_files import CommandWord, FunctionName, ModelName
 from unbroken.untrusted import MAX_FACTS_BYTES, read_text
 
 
-def parse_word(hint: Any, text: str, *, name: str) -> Any:
+def _parse_word(hint: Any, text: str, *, name: str) -> Any:
     """Parse a word of the command line; an `InvalidInputError` begins with `name`.
 
     `none` stands for None where that is allowed. A list is written as in TOML, `["a", "b"]`, or with commas, `a,b`.
@@ -54,12 +54,12 @@ def parse_word(hint: Any, text: str, *, name: str) -> Any:
     hint = _choose_member(hint, is_list=text.lstrip().startswith("["))
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and members[1:] == (...,) and not text.lstrip().startswith("["):
-        words = tuple(parse_word(members[0], word.strip(), name=name) for word in text.split(",") if word.strip())
+        words = tuple(_parse_word(members[0], word.strip(), name=name) for word in text.split(",") if word.strip())
         return _resolve_paths(words, Path())
     if origin is tuple and not text.lstrip().startswith("["):
         text = f"[{text}]"
     if origin in (tuple, dict, Mapping):
-        return check_toml(hint, parse_toml(text, name=name), name=name, folder=Path())
+        return check_toml(hint, _parse_toml(text, name=name), name=name, folder=Path())
     return _validate(_adapter(hint, name).validate_strings, text, text, name)
 
 
@@ -81,7 +81,7 @@ def _choose_member(hint: Any, *, is_list: bool) -> Any:
     return lists[0] if is_list else functools.reduce(operator.or_, others)
 
 
-def parse_toml(text: str, *, name: str) -> Any:
+def _parse_toml(text: str, *, name: str) -> Any:
     """Parse one value in TOML's syntax; an `InvalidInputError` begins with `name`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -144,13 +144,13 @@ def format_value(value: Any) -> str:
     return "none" if converted is None else _format_toml(converted)
 
 
-def format_type(hint: Any) -> str:
+def _format_type(hint: Any) -> str:
     """Write a type as the help shows it: `INT`, `{grpo,rloo}`, `[TEXT,...]`."""
     members = [member for member in typing.get_args(hint) if member is not types.NoneType]
     if isinstance(hint, types.UnionType):
-        return "|".join(format_type(member) for member in members)
+        return "|".join(_format_type(member) for member in members)
     if typing.get_origin(hint) is tuple:
-        return f"[{','.join('...' if member is ... else format_type(member) for member in members)}]"
+        return f"[{','.join('...' if member is ... else _format_type(member) for member in members)}]"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"{{{','.join(str(member.value) for member in hint)}}}"
     if dataclasses.is_dataclass(hint):
@@ -344,7 +344,7 @@ def _format_heading(section: Section) -> Iterator[str]:
 
 def _format_field(field: Field, default: Any) -> Iterator[str]:
     note = "must be given" if default is MISSING else f"default: {format_value(default)}"
-    yield f"  --{field.name.replace('_', '-')} {format_type(field.hint)}  ({note})"
+    yield f"  --{field.name.replace('_', '-')} {_format_type(field.hint)}  ({note})"
     indent = " " * 8
     yield from textwrap.wrap(
         field.doc.strip(), _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
@@ -374,9 +374,9 @@ def read_options(words: Sequence[str], section: Section) -> dict[str, Any]:
         if value is None:
             raise InvalidInputError(f"{option} must be followed by a value")
         if _config_class_in(field) is None:
-            values[name] = parse_word(field.hint, value, name=option)
+            values[name] = _parse_word(field.hint, value, name=option)
         else:
-            values[name] = _check_value(field, parse_toml(value, name=option), option, None)
+            values[name] = _check_value(field, _parse_toml(value, name=option), option, None)
     return values
 
 

@@ -100,7 +100,7 @@ def create_tinker_app(
     `make_base` is as for `WeightSwitch`: the other paths sample through it, by the names of checkpoints.
     """
     switch = WeightSwitch(require_updatable(engine), make_base=make_base)
-    source, routes = CheckpointPolicies(), make_routes()
+    source, routes = _CheckpointPolicies(), make_routes()
     app = create_app(SwitchedEngine(switch), *given, more_routers=routes, policy_source=source, **options)
     app.state.tinker = make_api(app.state.context, switch=switch)
     if keys is not None:
@@ -108,7 +108,7 @@ def create_tinker_app(
     return app
 
 
-class CheckpointPolicies:
+class _CheckpointPolicies:
     """The `PolicySource` of a server with the Tinker API: the checkpoints of the key that a request has."""
 
     async def find(self, request: Request, name: str) -> Policy | None:

@@ -175,7 +175,7 @@ class TrainerBackend:
                 if isinstance(policy, PolicyLogprobs):
                     policy.allow_trees()
         # The optimizer makes its averages with its first update; those that it has are not free now.
-        self.passes.measure(0 if self.optimizer.state else count_state_bytes(self.policy, self._config.optimizer))
+        self.passes.measure(0 if self.optimizer.state else _count_state_bytes(self.policy, self._config.optimizer))
 
     def check_rows(self, samples: Sequence[TrainingSample]) -> None:
         """Check that each row can be scored.
@@ -485,7 +485,7 @@ def make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig, device: torc
     return optimizer
 
 
-def count_state_bytes(policy: PolicyLogprobs, config: OptimizerConfig) -> int:
+def _count_state_bytes(policy: PolicyLogprobs, config: OptimizerConfig) -> int:
     """Bytes of this process's device that the optimizer keeps from its first update on: AdamW's two averages."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     of_one = 2 if config.name is OptimizerName.ADAMW_8BIT else 8

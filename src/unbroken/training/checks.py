@@ -41,7 +41,7 @@ def check_parts(
     """
     objective.check_config(config)
     objective.try_functions(config, group_size=_GROUP_SIZE, device=accelerator.device)
-    check_accelerator(accelerator)
+    _check_accelerator(accelerator)
     if config.numerics is Numerics.EXACT and accelerator.mixed_precision == "bf16":
         if config.gradient_checkpointing:
             raise InvalidInputError("numerics must be fast with gradient_checkpointing in bfloat16, got exact")
@@ -53,7 +53,7 @@ def check_parts(
     check_adapters(model)
     if config.lora_updates is LoraUpdates.ADAPTER:
         check_adapter_alone(model)
-    check_parameters(model)
+    _check_parameters(model)
     check_sharding(accelerator, model, config)
     if config.parallel.sequence > 1 and has_images:
         raise InvalidInputError(
@@ -170,7 +170,7 @@ def _check_not_shared(reference: Any, model: Any) -> None:
             )
 
 
-def check_accelerator(accelerator: Accelerator) -> None:
+def _check_accelerator(accelerator: Accelerator) -> None:
     """Raise `InvalidInputError` for an accelerator that the trainer cannot use.
 
     It must have joined the other processes, and neither accumulate gradients nor scale the loss by itself.
@@ -203,7 +203,7 @@ def check_num_processes(num_processes: int) -> None:
         )
 
 
-def check_parameters(model: Any) -> None:
+def _check_parameters(model: Any) -> None:
     """Raise `InvalidInputError` unless there are trainable parameters and all of them are float32."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInputError(

@@ -210,7 +210,7 @@ def count_pass_bytes(sizes: ModelSizes, config: TrainerConfig, layout: Layout, n
     return rounded + head + (sizes.num_layers * of_layer + ends) * num_ids
 
 
-def find_remedies(
+def _find_remedies(
     sizes: ModelSizes, config: TrainerConfig, layout: Layout, *, device_bytes: float
 ) -> Iterator[tuple[str, MemoryEstimate]]:
     """Settings with which it needs less, each with what it needs then."""
@@ -243,7 +243,7 @@ def describe_shortage(sizes: ModelSizes, config: TrainerConfig, layout: Layout, 
     found = estimate_memory(sizes, config, layout, device_bytes=device_bytes)
     if found.total <= device_bytes:
         return None
-    remedies = sorted(find_remedies(sizes, config, layout, device_bytes=device_bytes), key=lambda each: each[1].total)
+    remedies = sorted(_find_remedies(sizes, config, layout, device_bytes=device_bytes), key=lambda each: each[1].total)
     named = ", ".join(f"{name} ({each.total / GIB:.1f})" for name, each in remedies)
     return f"about {found.total / GIB:.1f} GiB are needed on a GPU of {device_bytes / GIB:.1f} GiB: {found}. " + (
         f"With one of these it would be less: {named}" if named else "Take more GPUs (trainer.parallel)"

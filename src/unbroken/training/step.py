@@ -53,7 +53,7 @@ from unbroken.weights.base import WeightPublisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRows:
+class _StepRows:
     """What a process trains on in one step."""
 
     units: Sequence[Any]
@@ -158,7 +158,7 @@ class StepRunner:
             f"last: {format_loss(lost)}): look into the engine's log for the cause, which may be a prompt of this step"
         ) from lost
 
-    async def _make_rows(self, groups: StepGroups) -> StepRows:
+    async def _make_rows(self, groups: StepGroups) -> _StepRows:
         """Make rows of the groups. The replaced ones are not trained on, and their rows are counted by reason (I8)."""
         trainer, log, counters = self.trainer, self.log, Counters()
         sampling_s = await self._begin_log(groups)
@@ -176,9 +176,9 @@ class StepRunner:
             numbers = RolloutNumbers.of(groups.groups, counters, replaced=groups.replaced)
             everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
             found = {**rollout_metrics(everyone, collect_s=sampling_s), **trainer.objective.get_metrics(units)}
-        return StepRows(units=units, replaced=replaced, counters=counters, metrics=found)
+        return _StepRows(units=units, replaced=replaced, counters=counters, metrics=found)
 
-    async def _update(self, groups: StepGroups, rows: StepRows) -> None:
+    async def _update(self, groups: StepGroups, rows: _StepRows) -> None:
         """Update the weights with the rows, unless no process has any to train.
 
         Rows that teach nothing say as well whether trainer and sampler have one policy (I9), and are compared before

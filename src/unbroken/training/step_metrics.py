@@ -157,13 +157,13 @@ class StepLog:
         """The weights were published before the next step, and engines were waited for for `lost_s`."""
         if not self.is_trained:  # a run continues after a step that trained nothing
             return
-        self._metrics |= update_metrics(update)
+        self._metrics |= _update_metrics(update)
         self._add("seconds/outages", lost_s)
         self._add("seconds/step", update.seconds + lost_s)
 
     def end_publication_beside(self, update: WeightUpdate) -> None:
         """A copy of the weights was published beside a step, which is counted in the step that it ends in."""
-        self._beside = update_metrics(update)
+        self._beside = _update_metrics(update)
 
     def end_step(self) -> Metrics:
         """End the step, and return all its metrics."""
@@ -250,7 +250,7 @@ def explain_empty(logged: Metrics) -> str:
     return "; ".join(found) or "there were no rollouts to train on"
 
 
-def update_metrics(update: WeightUpdate) -> Metrics:
+def _update_metrics(update: WeightUpdate) -> Metrics:
     """The metrics of an update of the engines' weights."""
     return {
         "weights/num_bytes": update.num_bytes,

@@ -145,7 +145,7 @@ class PackedGroup:
             raise WeightsError(f"nccl needs a GPU, and this worker is on {device}: use gloo")
         size, timeout = rendezvous.world_size, timedelta(seconds=max(1, round(rendezvous.join_timeout_s)))
         listening: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
-        with weights_errors(
+        with _weights_errors(
             f"the group of {size} did not meet at {rendezvous.host}:{rendezvous.port} within "
             f"{rendezvous.join_timeout_s:g} s"
         ):
@@ -171,14 +171,14 @@ class PackedGroup:
         """Begin to send (rank 0) or receive a chunk of bytes; returns what `wait` waits for."""
         if self._backend is None:
             raise WeightsError("the group was left")
-        with weights_errors("a broadcast of weights failed"):
+        with _weights_errors("a broadcast of weights failed"):
             return self._backend.begin(chunk)
 
     def wait(self, work: Any, *, check: Check) -> None:
         """Wait until a chunk is there; `WeightsError` if another member is gone, or after the time-out."""
         until = time.monotonic() + self._timeout_s
         next_check = time.monotonic() + _CHECK_S
-        with weights_errors(self._loss):
+        with _weights_errors(self._loss):
             while (backend := self._backend) is not None and not backend.is_done(work):
                 now = time.monotonic()
                 if now > until:
@@ -210,7 +210,7 @@ class PackedGroup:
 
     def check_trainer(self) -> None:
         """Raise `WeightsError` if the trainer, whose store this is, is gone."""
-        with weights_errors("the trainer is gone"):
+        with _weights_errors("the trainer is gone"):
             self._store.check(["alive"])
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class PackedGroup:
 
 def listen(host: str) -> socket.socket:
     """Listen for workers on a free port of `host`; `WeightsError` if this machine has no such address."""
-    with weights_errors(
+    with _weights_errors(
         f"the trainer cannot listen on {host!r}: name an address of this machine that the servers reach"
     ):
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -569,7 +569,7 @@ def clear_frames(error: BaseException) -> None:
 
 
 @contextmanager
-def weights_errors(problem: str) -> Iterator[None]:
+def _weights_errors(problem: str) -> Iterator[None]:
     """Raise errors of sockets and of torch as `WeightsError`."""
     try:
         yield

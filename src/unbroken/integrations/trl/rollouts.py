@@ -127,15 +127,15 @@ class TrlRollouts:
             RolloutError: no rollout of any process can be trained on, or another process failed.
             InvariantError: an engine sampled with other weights than the last published ones.
         """
-        engine = run_in_all(lambda: self._prepare(trainer))
+        engine = _run_in_all(lambda: self._prepare(trainer))
         if self._versions.is_stale(trainer):
             self._publish(engine, trainer)
-        trajectories = run_in_all(lambda: self._sample(prompts, engine, trainer))
+        trajectories = _run_in_all(lambda: self._sample(prompts, engine, trainer))
         _check_some_trained(trajectories)
         processor = trainer.processing_class
         tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
         filler_id = tokenizer.pad_token_id
-        rows = run_in_all(lambda: [TrlRow.of(trajectory, filler_id=filler_id) for trajectory in trajectories])
+        rows = _run_in_all(lambda: [TrlRow.of(trajectory, filler_id=filler_id) for trajectory in trajectories])
         return {
             "prompt_ids": [row.prompt_ids for row in rows],
             "completion_ids": [row.completion_ids for row in rows],
@@ -161,7 +161,7 @@ class TrlRollouts:
             if self._publisher is not None:
                 self._loop.run(self._publisher.publish(weights, policy_version=version))
 
-        run_in_all(publish)
+        _run_in_all(publish)
         if isinstance(engine, RequiresVersion):
             engine.require_version(version)  # one of several servers may have missed it
         self._versions.note_published(trainer, version)
@@ -198,7 +198,7 @@ class TrlRollouts:
         )
 
 
-def run_in_all(action: Callable[[], T]) -> T:
+def _run_in_all(action: Callable[[], T]) -> T:
     """Run `action` in every process and return this process's result.
 
     An error in one is raised in all, because the others would wait for the failed process forever.

@@ -172,7 +172,7 @@ class Config(RunConfig):
 async def run(config: Config) -> None:
     """Load the rows, reward functions, tools and environment, and train."""
     maker = ProblemMaker(config)
-    train_on, sets = maker.make(config.data, split=TRAIN), make_sets(config, maker)
+    train_on, sets = maker.make(config.data, split=TRAIN), _make_sets(config, maker)
     if config.model_settings.revision is None:  # another revision may be in the hub's cache alone
         check_model_source(config.model)
     from unbroken.runs.training import train_model  # torch and transformers: once all of this is known to be right
@@ -180,7 +180,7 @@ async def run(config: Config) -> None:
     await train_model(config, model=config.model, train_on=train_on, evaluate_on=sets)
 
 
-def make_sets(config: Config, maker: ProblemMaker) -> list[EvaluationSet]:
+def _make_sets(config: Config, maker: ProblemMaker) -> list[EvaluationSet]:
     """The sets to evaluate on; raises as `ProblemMaker.make` does."""
     if not config.evaluation_sets:
         return [EvaluationSet(problems=maker.make(config.data, split=DEFAULT_SET))]

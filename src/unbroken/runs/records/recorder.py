@@ -26,7 +26,7 @@ from unbroken.types import TrainingSample
 _RowsByTrajectory: TypeAlias = Mapping[str, Sequence[TrainingSample]]
 
 
-class TrainedRows:
+class _TrainedRows:
     """The rows that a step trains on, to be found by the ids and logprobs that were sampled."""
 
     def __init__(self, trainer: Trainer, units: Sequence[Any]) -> None:
@@ -97,7 +97,7 @@ class Recorder:
         rows: _RowsByTrajectory,
         scores: Mapping[str, Sequence[RowScores]],
     ) -> None:
-        trained = TrainedRows(self.trainer, rollouts.units)
+        trained = _TrainedRows(self.trainer, rollouts.units)
         head = {
             "step": rollouts.step,
             "rank": self.rank.index,
@@ -119,7 +119,7 @@ class Recorder:
         member: Trajectory,
         rows: Sequence[TrainingSample],
         scores: Sequence[RowScores] | None,
-        trained: TrainedRows,
+        trained: _TrainedRows,
     ) -> list[RecordedRow]:
         """What the trainer made of each row; without scores, what the loss left out is not known."""
         known: Sequence[RowScores | None] = [None] * len(rows) if scores is None else scores
@@ -190,7 +190,7 @@ def make_table(rollouts: StepRollouts, trainer: Trainer, num_rows: int) -> tuple
     """The columns and rows of a table of some completions, evenly spread over the step's rollouts."""
     members = spread([member for group in rollouts.groups for member in group.trajectories], num_rows)
     parts = sorted({name for member in members for name in member.reward_parts})
-    trained = TrainedRows(trainer, rollouts.units)
+    trained = _TrainedRows(trainer, rollouts.units)
     columns = ["prompt", "completion", "reward", *parts, "advantage", "status"]
     return columns, [
         [
@@ -208,7 +208,7 @@ def _key(row: TrainingSample) -> tuple[bytes, bytes]:
     return row.token_ids.tobytes(), row.rollout_logprobs.tobytes()
 
 
-def _find_advantage(member: Trajectory, trained: TrainedRows) -> float | None:
+def _find_advantage(member: Trajectory, trained: _TrainedRows) -> float | None:
     """The mean advantage of a trajectory's loss tokens; None if it is not trained on."""
     found = [of_row for row in export_samples(member.tree, 0.0) if (of_row := trained.find(row)) is not None]
     values = [row.advantages[row.loss_mask] for row in found]

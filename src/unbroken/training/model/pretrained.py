@@ -42,8 +42,8 @@ class ModelForm:
     merged: bool = False
     """Write a model with adapters as a whole model, with the adapters merged; otherwise the adapters alone."""
     dtype: torch.dtype | None = None
-    """The type of the weights; None: of a whole model that of its own files (`stored_dtype`), of adapters alone that in
-    which they are trained."""
+    """The type of the weights; None: that of the files, for a whole model; for adapters alone that in which
+    they are trained."""
     max_shard_bytes: int = 5 * 10**9
     """Maximum bytes of a safetensors file, unless one tensor is larger."""
 
@@ -118,7 +118,7 @@ def gather_form(model: Any, form: ModelForm) -> Iterator[tuple[str, torch.Tensor
     return chain(gather_weights(model), gather_buffers(model))
 
 
-def stored_dtype(model: Any) -> torch.dtype | None:
+def _stored_dtype(model: Any) -> torch.dtype | None:
     """The type of the weights in the model's own files; None for a model that was made in code."""
     try:
         config = AutoConfig.from_pretrained(causal_lm(model).name_or_path, local_files_only=True)
@@ -159,7 +159,7 @@ def write_pretrained(
 
 
 def _write_whole(folder: Path, model: Any, weights: Iterable[tuple[str, torch.Tensor]], form: ModelForm) -> None:
-    dtype = form.dtype or stored_dtype(model)
+    dtype = form.dtype or _stored_dtype(model)
     _write_config(folder, model, dtype)
     # transformers loads the many configs that set a temperature without `do_sample`, and refuses to save them.
     # Only models that can generate have one.

@@ -222,7 +222,7 @@ def _pick(logprobs_NV: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def find_ranks(logprobs_NV: torch.Tensor, logprobs_N: torch.Tensor) -> torch.Tensor:
+def _find_ranks(logprobs_NV: torch.Tensor, logprobs_N: torch.Tensor) -> torch.Tensor:
     """[N] the rank of ids with `logprobs_N`: 1 if none is more likely."""
     return 1 + (logprobs_NV > logprobs_N[:, None]).sum(-1)
 
@@ -247,7 +247,7 @@ def _compute_chunk(
             return logprobs_N, None, None, full_N
         case Entropy.MEASURED | Entropy.RANKED:
             with torch.no_grad():
-                ranks_N = find_ranks(logprobs_NV, logprobs_N) if entropy is Entropy.RANKED else None
+                ranks_N = _find_ranks(logprobs_NV, logprobs_N) if entropy is Entropy.RANKED else None
                 probabilities_NV = logprobs_NV.exp()  # the only new tensor of this size
                 entropies_N = torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1)
                 return logprobs_N, entropies_N, ranks_N, full_N
@@ -313,7 +313,7 @@ class _RoundedScores(torch.autograd.Function):
             logprobs_NV = (logits_NV if kept is None else kept.cut_(logits_NV)).log_softmax(-1)
             logprobs.append(_pick(logprobs_NV, targets))
             if head.entropy is Entropy.RANKED:
-                ranks.append(find_ranks(logprobs_NV, logprobs[-1]))
+                ranks.append(_find_ranks(logprobs_NV, logprobs[-1]))
             if head.entropy is not Entropy.NONE:
                 entropies.append(_entropy(logprobs_NV))
         ctx.head = head

@@ -123,7 +123,7 @@ def add_parts(tensor: torch.Tensor, sequence: SequenceGroup | None) -> torch.Ten
     return whole
 
 
-def find_sequence_obstacle(model: Any, size: int) -> str | None:
+def _find_sequence_obstacle(model: Any, size: int) -> str | None:
     """The reason by rule why processes of this number cannot share the ids of this model's lanes; None if they can."""
     config = model.config.get_text_config()
     if config is not model.config:
@@ -157,7 +157,7 @@ def split_lanes(policy: Any, sequence: SequenceGroup) -> None:
         InvalidInputError: the model cannot be split, or its logprobs are others then.
     """
     name = type(policy.causal).__name__
-    reason = find_sequence_obstacle(policy.causal, sequence.size)
+    reason = _find_sequence_obstacle(policy.causal, sequence.size)
     if reason is None:
         expected_N = _run_probe(policy)
         config = policy.causal.config.get_text_config()

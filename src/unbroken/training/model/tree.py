@@ -90,7 +90,7 @@ class TreeInputs:
         )
 
 
-def sort_rows(rows: Sequence[Ids]) -> SortedRows:
+def _sort_rows(rows: Sequence[Ids]) -> SortedRows:
     """Sort rows by their ids, and compare each with the one before."""
     keys = [row[:-1].astype(np.int32).tobytes() for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (keys[index], index))
@@ -101,7 +101,7 @@ def sort_rows(rows: Sequence[Ids]) -> SortedRows:
 
 def merge_rows(rows: Sequence[Ids]) -> PrefixTree:
     """Merge rows of at least two ids each."""
-    arranged = sort_rows(rows)
+    arranged = _sort_rows(rows)
     ids, depths, ends, paths = [], [], np.zeros(sum(arranged.num_fed), dtype=np.int64), {}
     num_nodes, path = 0, np.zeros(0, dtype=np.int64)
     for index, length, shared in zip(arranged.order, arranged.num_fed, arranged.num_shared, strict=True):
@@ -178,7 +178,7 @@ def plan_trees(rows: Sequence[Ids], nodes_per_pass: int, cost_of: CostFn) -> tup
 
     The largest pass comes first, so that memory runs out there or not at all.
     """
-    arranged = sort_rows(rows)
+    arranged = _sort_rows(rows)
     begins, sizes, cost = _find_cuts(arranged, nodes_per_pass, cost_of)
     passes, end = [], len(rows)
     while end:

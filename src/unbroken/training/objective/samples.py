@@ -71,7 +71,7 @@ class DropReason(StrEnum):
     """It has no sampled id."""
 
 
-class PunishmentReason(StrEnum):
+class _PunishmentReason(StrEnum):
     """Why a trajectory loses a part of its reward."""
 
     OVERLONG = "overlong"
@@ -280,7 +280,7 @@ def get_rewards(
         return rewards
     lost = np.array([policy.overlong.punish(member.num_sampled) for member in members])
     if counters is not None:
-        counters.count(Event.PUNISHMENT, PunishmentReason.OVERLONG, times=int((lost > 0).sum()))
+        counters.count(Event.PUNISHMENT, _PunishmentReason.OVERLONG, times=int((lost > 0).sum()))
     left: NDArray[np.float64] = rewards - lost
     return left
 
