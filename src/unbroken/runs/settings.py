@@ -401,21 +401,45 @@ def read_table(table: Mapping[str, Any], section: Section, *, source: str, folde
 def read_described(settings: Mapping[str, Any], section: Section) -> dict[str, Any]:
     """Read the values that `describe` gave of a config of this section; those that are the defaults are left out.
 
+    So are fields that are no settings (`elsewhere`): the recipe's code gives them again, or nobody did.
+
     Raises:
         InvalidInputError: one is of no field, or was a secret, which is not kept.
     """
     fields, values = section.all_fields(), {}
     parts = {each.prefix.removesuffix(".") for each in section.all_sections()}
     for name, value in settings.items():
-        if value is None and name in parts:
+        is_left_out = value is None and name in parts
+        if is_left_out or _find_reason(name, section) is not None:
             continue
         if name not in fields:
             raise _unknown_field(name, name, section)
         if _HIDDEN in json.dumps(value):
             raise InvalidInputError(f"{name} must be given again, by --{name.replace('_', '-')}: secrets are not kept")
         if value != to_json(fields[name].default):
-            values[name] = None if value is None else _check_value(fields[name], _without_none(value), name, None)
+            config_class = _config_class_in(fields[name])
+            if config_class is None:
+                value = _without_none(value)
+            else:
+                value = [_to_table(item, section_of(config_class)) for item in value]
+            values[name] = None if value is None else _check_value(fields[name], value, name, None)
     return values
+
+
+def _to_table(described: Mapping[str, Any], section: Section) -> dict[str, Any]:
+    """One config of a list as a table of TOML: without None, and without defaults of fields that are no settings.
+
+    Another value of such a field stays, and is refused: this table takes the place of the recipe's own.
+    """
+    own = dataclasses.fields(section.config_class)
+    defaults = {field.name: to_json(_default_of(field)) for field in own if field.name in section.elsewhere}
+    parts = {_last(part.prefix.removesuffix(".")): part for part in section.sections}
+    table = {}
+    for key, value in described.items():
+        is_unset = value is None or (key in defaults and value == defaults[key])
+        if not is_unset:
+            table[key] = _to_table(value, parts[key]) if key in parts else _without_none(value)
+    return table
 
 
 def _without_none(value: Any) -> Any:
@@ -494,14 +518,22 @@ def _config_class_in(field: Field) -> type[Any] | None:
     return typing.cast("type[Any]", entry[0]) if entry and dataclasses.is_dataclass(entry[0]) else None
 
 
+def _find_reason(name: str, section: Section) -> str | None:
+    """Why a name is no setting, as its config says in `elsewhere`; None if it says nothing."""
+    for part in section.all_sections():
+        if name.startswith(part.prefix):
+            # All of a part that is no setting has its reason: `sampling.structured_output.regex`.
+            own = name.removeprefix(part.prefix).partition(".")[0]
+            if own in part.elsewhere:
+                return part.elsewhere[own]
+    return None
+
+
 def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInputError:
     """The error for an unknown field, with similar names."""
+    if (reason := _find_reason(name, section)) is not None:
+        return InvalidInputError(f"{shown_name} must be left out: {reason}")
     known = section.all_fields()
-    for part in section.all_sections():
-        # All of a part that is no setting has its reason: `sampling.structured_output.regex`.
-        own = name.removeprefix(part.prefix).partition(".")[0] if name.startswith(part.prefix) else ""
-        if own in part.elsewhere:
-            return InvalidInputError(f"{shown_name} must be left out: {part.elsewhere[own]}")
     inside = [each for each in known if each.startswith(name + ".")]
     if inside:
         return InvalidInputError(f"{shown_name} has its own fields: give one of {', '.join(inside)}")

@@ -66,6 +66,15 @@ def numbers(lines: list[dict[str, Any]]) -> dict[int, tuple[float, int]]:
     return {line["step"]: (line["reward/mean"], line["policy_version/max"]) for line in lines}
 
 
+def read_completions(run: Path) -> dict[int, list[Any]]:
+    """The ids of each evaluation's rollouts, by step."""
+    files = find_records(run / "evaluations" / "evaluation")
+    return {
+        step: [[row["token_ids"] for row in record["rows"]] for record in list(read_records(path))[1:]]
+        for (step, _), path in files.items()
+    }
+
+
 def test_checkpoints_are_evaluated_as_the_run_would_have_on_the_same_curve(run, capsys):
     own = read_evaluations(run)
     assert [line["step"] for line in own] == [0, 2, 3]
@@ -88,6 +97,21 @@ def test_checkpoints_are_evaluated_as_the_run_would_have_on_the_same_curve(run, 
     shown_run = open_runs([run]).get("run/0")
     assert [line["step"] for line in shown_run["evaluations"]] == [0, 1, 2, 3]
     assert shown_run["recorded_steps"][-4:] == [f"{step}@evaluation" for step in range(4)]
+
+
+@pytest.mark.parametrize("updates", ["merged", "adapter"])
+def test_adapters_are_evaluated_as_the_run_that_trained_them_would_have(tmp_path, model, updates):
+    """What the run's engine got does not matter: the follower's samples as that one did, with the same versions."""
+    output = tmp_path / "adapters"
+    adapters = ["--lora.rank=4", "--trainer.optimizer.learning-rate=0.3", f"--trainer.lora-updates={updates}"]
+    assert main(train(output, model, "--evaluation.num-problems=3", "--evaluation.every=1", *adapters)) == 0
+    own, rollouts = numbers(read_evaluations(output)), read_completions(output)
+    assert len({str(found) for found in rollouts.values()}) == 4, "each step must change what is sampled"
+    shutil.rmtree(output / "evaluations")
+    (output / "evaluation.jsonl").unlink()
+    assert follow(output) == 0
+    assert numbers(read_evaluations(output)) == own
+    assert read_completions(output) == rollouts
 
 
 def test_what_is_evaluated_stays_as_it_is_and_is_not_evaluated_again(run, capsys):
@@ -180,6 +204,8 @@ def test_it_goes_on_where_sigterm_ended_it(run, capsys, monkeypatch):
         return await sample(self)
 
     monkeypatch.setattr(Evaluator, "sample", ends)
+    # A terminated command has 15 s to end: its timer ended pytest itself, with status 143, in a later test.
+    monkeypatch.setattr("unbroken.runs.signals.exit_in", lambda seconds, *, status: None)
     assert follow(run) == 143
     assert "what was evaluated is kept, and the same command goes on" in capsys.readouterr().err
     assert [line["step"] for line in read_evaluations(run)] == [0, 1]
@@ -265,3 +291,7 @@ def test_the_settings_of_a_run_are_read_back_as_they_were(tmp_path, monkeypatch)
         read_described(stored | {"trackers.project": "https://u:***@host"}, section)
     with pytest.raises(InvalidInputError, match="learning_rat"):
         read_described({"trainer.optimizer.learning_rat": 1}, section)
+    # A set's own penalty, which code alone can give: this set would take the place of the recipe's, without it.
+    stored["evaluation_sets"][0]["sampling"]["repetition_penalty"] = 1.2
+    with pytest.raises(InvalidInputError, match=r"evaluation_sets\[0\]\.sampling\.repetition_penalty must be left out"):
+        read_described(stored, section)
