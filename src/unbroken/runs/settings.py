@@ -417,13 +417,18 @@ def read_described(settings: Mapping[str, Any], section: Section) -> dict[str, A
         if _HIDDEN in json.dumps(value):
             raise InvalidInputError(f"{name} must be given again, by --{name.replace('_', '-')}: secrets are not kept")
         if value != to_json(fields[name].default):
-            config_class = _config_class_in(fields[name])
-            if config_class is None:
-                value = _without_none(value)
-            else:
-                value = [_to_table(item, section_of(config_class)) for item in value]
-            values[name] = None if value is None else _check_value(fields[name], value, name, None)
+            values[name] = (
+                None if value is None else _check_value(fields[name], _to_toml(value, fields[name]), name, None)
+            )
     return values
+
+
+def _to_toml(value: Any, field: Field) -> Any:
+    """A described value as TOML would give it; of a list of configs, each is a table."""
+    config_class = _config_class_in(field)
+    if config_class is None:
+        return _without_none(value)
+    return [_to_table(item, section_of(config_class)) for item in value]
 
 
 def _to_table(described: Mapping[str, Any], section: Section) -> dict[str, Any]:
