@@ -84,14 +84,19 @@ def parity_tool(number: int) -> Tool:
     return is_even
 
 
+def make_env(number: int, split: str, seed: int, largest: int = 20) -> GuessEnv:
+    """Make problem `number` of a split: the same number to guess in each rollout, with a tool if it is odd.
+
+    It is an environment by name too: `environment = "guess.py:make_env"` in a TOML file.
+    """
+    secret = random.Random(f"{seed} {split} {number}").randint(1, largest)
+    return GuessEnv(secret, largest, with_hint=number % 2 == 1)
+
+
 async def run(config: Config) -> None:
     """Train on random numbers."""
 
-    def numbers(name: str) -> Problems:
-        def env(problem: int) -> GuessEnv:
-            number = random.Random(f"{config.seed} {name} {problem}").randint(1, config.largest)
-            return GuessEnv(number, config.largest, with_hint=problem % 2 == 1)
-
-        return Problems(env=env)
+    def numbers(split: str) -> Problems:
+        return Problems(env=lambda number: make_env(number, split, config.seed, config.largest))
 
     await train_model(config, model=config.model, train_on=numbers("train"), evaluate_on=numbers("evaluation"))

@@ -11,6 +11,7 @@ README makes: `make extras` runs those of the README in one.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib.util
@@ -137,6 +138,7 @@ NOT_RUN = {
         "docs/protocols.md",
         "unbroken serve path/to/model --served-model-name tiny",
     ): "as in the README, whose request is run",
+    ("docs/troubleshooting.md", "diagnosis: every reward"): OUTPUT,
     ("docs/getting-started.md", "pip install"): "`make extras` installs each extra",
     ("docs/getting-started.md", "reward before 0.562"): OUTPUT,
     ("docs/getting-started.md", "docker build"): "needs Docker; the lab notes say how it was built",
@@ -172,7 +174,7 @@ NOT_RUN = {
     ("docs/viewer.md", "unbroken view runs/lookup"): "its commands are parsed, but ssh needs another machine",
     ("docs/vision.md", "             prompt"): DIAGRAM,
     ("docs/vision.md", "from PIL import Image"): HUB,
-    ("docs/vllm.md", "from unbroken.engines.vllm"): GPU,
+    ("docs/vllm.md", "from unbroken import VllmEngine"): GPU,
     ("docs/vllm.md", "await engine.update_weights"): PART,
     ("docs/vllm.md", "sleep()"): DIAGRAM,
     ("docs/vllm.md", "unbroken serve MODEL --tensor-parallel-size"): "tests/e2e/test_server_over_ranks.py runs both",
@@ -180,7 +182,7 @@ NOT_RUN = {
 """Beginnings of blocks, with the reason why they are not run."""
 
 
-_COMMANDS = "demo|train|eval|agent|export|serve|gateway|audit|view"
+_COMMANDS = "demo|train|eval|agent|export|serve|gateway|audit|view|doctor"
 
 
 def commands(text: str) -> list[list[str]]:
@@ -474,6 +476,9 @@ def test_the_blocks_of_training_rollouts_and_environments_run(
     if shutil.which("jq"):
         zcat = block("docs/rollouts.md", "zcat runs/sums/rollouts").replace("step-00000012", "step-00000000")
         assert json.loads(run_shell(zcat).splitlines()[0])[2] in ("completed", "truncated")
+    guess = block("docs/training.md", 'model = "Qwen/Qwen3-0.6B"\nenvironment = "recipes/guess.py')
+    (workplace / "guess.toml").write_text(guess.replace("Qwen/Qwen3-0.6B", "path/to/model"))
+    assert main(["train", "guess.toml", "--output=runs/guess", *SMALL]) == 0
     correct = run_python(block("docs/training.md", "def correct(completions, answer):"))["correct"]
     assert correct([" 23", "2"], ["23", "23"]) == [1.0, 0.0]
     (workplace / "env.py").write_text(block("docs/environments.md", "import random"))
@@ -546,6 +551,54 @@ def test_the_reference_has_every_public_name() -> None:
         r"^::: unbroken\.(\w+)$", (ROOT / "docs/reference/api.md").read_text("utf-8"), flags=re.MULTILINE
     )
     assert sorted(named) == sorted(unbroken.__all__)
+
+
+def imported_names(text: str) -> set[str]:
+    """What a block or cell imports from `unbroken`, with the modules; nothing of one that is not whole."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # a cell with `!COMMAND`, or lines of a larger function
+        return set()
+    froms = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module is not None]
+    ours = [each for each in froms if (each.module or "").split(".")[0] == "unbroken"]
+    return {f"{each.module}.{alias.name}" for each in ours for alias in each.names}
+
+
+def test_every_name_that_a_page_imports_is_in_the_reference_with_its_stability() -> None:
+    """Names of `unbroken` itself are stable, those of its modules provisional."""
+    sections = (ROOT / "docs/reference/api.md").read_text("utf-8").split("\n## ")[1:]
+    known = {
+        name: "Stable" if "\n**Stable**\n" in section else "Provisional" if "\n**Provisional**\n" in section else ""
+        for section in sections
+        for name in re.findall(r"^::: (unbroken[\w.]+)$", section, flags=re.MULTILINE)
+    }
+    texts = [(each.place, each.text) for each in BLOCKS if each.language == "python"]
+    for path in NOTEBOOKS:
+        texts += [(path.name, "".join(cell["source"])) for cell in json.loads(path.read_text("utf-8"))["cells"]]
+    problems = [
+        f"{place} imports {name}: docs/reference/api.md calls it {known.get(name)!r}"
+        for place, text in texts
+        for name in sorted(imported_names(text))
+        if known.get(name) != ("Stable" if name.count(".") == 1 else "Provisional")
+    ]
+    assert not problems, "\n".join(problems)
+    for name in (name for name, stability in known.items() if stability == "Provisional"):
+        module, _, last = name.rpartition(".")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, name
+        assert re.search(rf"\b{last}\b", Path(str(spec.origin)).read_text("utf-8")), name
+
+
+def test_the_example_of_slurm_gives_each_step_the_cpus_of_its_task() -> None:
+    """Since Slurm 22.05 `srun` inherits `--cpus-per-task` from this variable alone."""
+    text = (ROOT / "docs/examples/cluster.slurm").read_text("utf-8")
+    assert "--cpus-per-task" in text
+    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in text.partition("\nsrun ")[0]
+
+
+def test_every_page_that_says_how_to_install_names_linux() -> None:
+    pages = ("README.md", "docs/getting-started.md", "docs/training.md", "docs/cluster.md")
+    assert not [page for page in pages if "Linux" not in (ROOT / page).read_text("utf-8").partition("pip install")[0]]
 
 
 def test_the_small_blocks_run(workplace: Path) -> None:

@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from unbroken.runs.command import check_wait
     from unbroken.runs.signals import run_command
 
-    plan = _make_plan(arguments)
+    plan = _make_plan(arguments).resolve()
     check_wait(arguments.wait_s)
     if arguments.address == "local" or is_loopback((arguments.address or "").rpartition(":")[0]):
         # Read when Ray is imported: otherwise it takes another address of this machine, and listens on all.

@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,6 +156,10 @@ class Plan:
     """Whether the recipe names a gateway itself."""
     options: ClusterOptions
 
+    def resolve(self) -> Plan:
+        """The same plan with absolute paths: Ray may start parts in another folder."""
+        return replace(self, recipe=self.recipe.resolve(), output=self.output.resolve())
+
     @property
     def folder(self) -> Path:
         """Of the cluster's own files."""
@@ -203,7 +207,7 @@ class Plan:
     def make_words(self, part: Part, others: Others, *, host: str = "", port: int = 0) -> list[str]:
         """The command of a part, which is a server at this address, or needs none."""
         options, key, engines = self.options, f"{self.folder / KEY}", f"{self.folder / ENGINES}"
-        recipe, weights, first_port = f"{self.recipe.resolve()}", f"{self.output / 'weights'}", options.sampler_port
+        recipe, weights, first_port = f"{self.recipe}", f"{self.output / 'weights'}", options.sampler_port
         settings = [
             *self.own, "--engine.kind=server", f"--engine.urls-file={engines}", f"--engine.weights-dir={weights}",
             f"--engine.api-key-file={key}",
@@ -232,7 +236,7 @@ class Plan:
 
 
 def make_plan(recipe: Path, options: ClusterOptions, own: Sequence[str]) -> Plan:
-    """Plan a run of `recipe` with its `own` options.
+    """Plan a run of `recipe` with its `own` options. Its paths stay as they were given, relative or not.
 
     Raises:
         InvalidInputError: the recipe cannot run with parts on several machines, or an option is wrong.
@@ -248,7 +252,7 @@ def make_plan(recipe: Path, options: ClusterOptions, own: Sequence[str]) -> Plan
             f"--engine.model must be given: {loaded.name} has no model that is there before the run begins"
         )
     return Plan(
-        recipe=recipe, own=tuple(own), model=str(model), output=config.output.resolve(),
+        recipe=recipe, own=tuple(own), model=str(model), output=config.output,
         has_sessions=config.sessions.url is not None, options=options,
     )  # fmt: skip
 
@@ -275,6 +279,7 @@ def format_commands(
 ) -> Iterator[str]:
     """The commands of a plan for each node, to be started by hand or by Slurm; lines of a shell.
 
+    Paths are as they were given: relative ones mean a folder that each node has, wherever the plan was printed.
     Parts are dealt out to `hosts` in their order: trainers have a node each. Without hosts they are named NODE0, NODE1.
     """
     options, gang = plan.options, plan.of_kind(Kind.TRAINERS)
@@ -311,6 +316,7 @@ def _show_gpus(options: ClusterOptions, gpus: Iterable[int]) -> list[str]:
 
 def _format_first_commands(plan: Plan, engine_urls: Sequence[str], *, python: str) -> Iterator[str]:
     """What writes the files that all parts read."""
+    yield "# all lines: in the folder that relative paths are relative to, which all nodes share, with the same Python"
     yield "# on one node, before the others: the key of the servers, and their list, which a run reads again and again"
     key = f"{python} -c 'import secrets; print(secrets.token_hex(24))' > {shlex.quote(str(plan.folder / KEY))}"
     yield f"mkdir -p -m 700 {shlex.join([str(plan.output), str(plan.folder)])} && (umask 077; {key})"

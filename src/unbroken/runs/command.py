@@ -72,7 +72,7 @@ unbroken eval recipe.toml --model http://127.0.0.1:8000            a server of t
 unbroken eval --follow runs/sums --engine.kind colocated           each checkpoint of a run, while it trains
 unbroken eval tasks.jsonl --reward rewards.py:correct --model MODEL
 unbroken eval tasks.jsonl --agent.function agent.py:solve --model MODEL
-unbroken eval guess.py:GuessEnv --model MODEL --problems 200"""
+unbroken eval guess.py:make_env --model MODEL --problems 200"""
 
 
 def add_eval_parser(commands: Any) -> None:

@@ -132,10 +132,30 @@ def test_a_plan_deals_parts_out_to_hosts_and_prints_lines_of_a_shell(tmp_path):
         options(sampler_port=65530)
 
 
+def test_a_plan_of_relative_paths_names_no_folder_of_the_machine_that_printed_it(tmp_path, monkeypatch, capsys):
+    """Another machine has other folders; `cluster run` itself needs absolute ones for Ray."""
+    (tmp_path / "task" / "model").mkdir(parents=True)
+    (tmp_path / "task" / "model" / "config.json").write_text("{}")
+    (tmp_path / "task" / "rewards.py").write_text("def one(completions):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "task" / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "task" / "task.toml").write_text(
+        'model = "model"\ndata.file = "prompts.jsonl"\noutput = "runs/a"\nloop.num_steps = 1\n'
+        '[[rewards]]\nfunction = "rewards.py:one"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["cluster", "plan", "task/task.toml", "--engines=2", "--samplers=1"]) == 0
+    printed = capsys.readouterr().out
+    assert str(tmp_path) not in printed
+    assert " train task/task.toml " in printed
+    assert "--engine.weights-dir=task/runs/a/weights" in printed
+    plan = make_plan(Path("task/task.toml"), options(), []).resolve()
+    assert (plan.recipe, plan.output) == (tmp_path / "task" / "task.toml", tmp_path / "task" / "runs" / "a")
+
+
 def test_a_folder_with_any_name_is_one_word_of_a_plan(tmp_path):
     own_options = [f"--output={tmp_path / 'a b; touch c'}", f"--model={tmp_path / 'model'}"]
     plan = make_plan(RECIPE, options(engines=1), own_options)
-    first = list(format_commands(plan, hosts=("a", "b", "c"), python=sys.executable))[1:3]
+    first = list(format_commands(plan, hosts=("a", "b", "c"), python=sys.executable))[2:4]
     subprocess.run(["bash", "-c", "\n".join(first)], check=True, cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a b; touch c"]
     assert len((plan.folder / "key").read_text().strip()) == 48

@@ -10,7 +10,7 @@ function = "rewards.py:correct"            # def correct(completions, answer): r
 
 Or on an environment, with rewards of its own, with or without a data set:
 
-environment = "guess.py:GuessEnv"          # file.py:Class or module:Class
+environment = "guess.py:make_env"          # file.py:Class or module:Class
 environment_arguments = {largest = 20}
 
 Or on an environment of another package, which has rows, tools and rewards of its own:

@@ -1,6 +1,6 @@
 """What attempts the rows of a TOML file: a class of environments, those of another package, or an agent.
 
-environment = "guess.py:GuessEnv"              # class GuessEnv: def __init__(self, number, *, largest, seed): ...
+environment = "sums.py:Sum"                    # class Sum: def __init__(self, number, *, largest, seed): ...
 environment_arguments = {largest = 20}
 
 A class gets the arguments that it names: those of the table, the columns of the row, and `OWN_ARGUMENTS`. All of them
