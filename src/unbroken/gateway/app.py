@@ -46,10 +46,9 @@ from unbroken.server.http.guard import (
     ANY_MODEL,
     AUTHORIZED,
     KEY_HEADERS,
-    KNOWS_RETRIES,
-    ReplayBody,
     read_keys,
 )
+from unbroken.server.http.idempotency import KNOWS_RETRIES, ReplayBody
 from unbroken.server.http.json import SESSION
 from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question, TurnOpener

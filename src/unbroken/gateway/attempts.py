@@ -27,8 +27,10 @@ from unbroken.server.turns import RetryHint
 from unbroken.server.wire.reply import ReplyReader, WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
 
-Record = Callable[[int, SampledSequence], Awaitable[WholeReply]]
-"""Reads and records completion number k; returns when it is on disk."""
+ReadReply = Callable[[int, SampledSequence], Awaitable[WholeReply]]
+"""Reads completion number k."""
+Record = Callable[[int, SampledSequence, WholeReply], Coroutine[Any, Any, None]]
+"""Records completion number k; returns when it is on disk."""
 KeepStreamed = Callable[[str, str], Awaitable[None]]
 """Stores more of what is streamed of the first completion, its content and its reasoning."""
 
@@ -43,6 +45,7 @@ class PendingTurn:
         renderer: Renderer,
         *,
         answer_id: str,
+        read_reply: ReadReply,
         record: Record,
         on_start: Callable[[], None],
         history: bytes,
@@ -60,6 +63,7 @@ class PendingTurn:
         self.replies: dict[int, WholeReply] = {}
         self._sequences: dict[int, SampledSequence] = {}
         self._service = service
+        self._read_reply = read_reply
         self._record = record
         self._on_start = on_start
         self._keep_streamed = keep_streamed
@@ -112,7 +116,9 @@ class PendingTurn:
 
     async def sample(self) -> SampleResult:
         """Sample the whole reply."""
-        self._start(self._sample_streamed if self._counts else self._sample_whole)
+        if self._work is None:
+            work = self._sample_streamed() if self._counts else self._sample_whole()
+            self._follow(asyncio.create_task(work))
         async with aclosing(self._read()) as chunks:
             async for _ in chunks:
                 pass
@@ -124,7 +130,8 @@ class PendingTurn:
 
     async def stream(self) -> AsyncGenerator[SampleChunk]:
         """Yield the reply as it is sampled."""
-        self._start(self._sample_streamed)
+        if self._work is None:
+            self._follow(asyncio.create_task(self._sample_streamed()))
         async with aclosing(self._read()) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -149,11 +156,10 @@ class PendingTurn:
         assert self._work is not None
         self._work.add_done_callback(lambda _: call())
 
-    def _start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if self._work is None:
-            self._work = asyncio.create_task(work())
-            self._work.add_done_callback(self._end)
-            self._on_start()
+    def _follow(self, work: asyncio.Task[None]) -> None:
+        self._work = work
+        work.add_done_callback(self._end)
+        self._on_start()
 
     def _end(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled():
@@ -184,7 +190,10 @@ class PendingTurn:
         self._is_recording = True
         number = self._num_sampled.pop(last.index, 0)
         try:
-            self.replies[last.index] = await self._record(last.index, sequence)
+            reply = await self._read_reply(last.index, sequence)
+            # An abort in between changes nothing: what is written is applied.
+            await asyncio.shield(asyncio.create_task(self._record(last.index, sequence, reply)))
+            self.replies[last.index] = reply
         except Exception:
             self._num_sampled[last.index] = number
             raise

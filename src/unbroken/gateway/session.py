@@ -20,7 +20,7 @@ from unbroken.gateway.state import Answered, SessionState, make_settings
 from unbroken.ledger.forest import Match, TurnSettings, digest_history
 from unbroken.ledger.matching import Tolerance
 from unbroken.ledger.records import SessionRecord, SessionStatus, StreamRecord, TurnCommit
-from unbroken.ledger.store.writer import SessionWriter
+from unbroken.ledger.store.sql import SessionWriter
 from unbroken.messages import Message, check_conversation
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.prompts import Prompt, PromptBuilder
@@ -106,6 +106,7 @@ class StoredSettings(SessionSettings):
 class _Placed:
     """A question at its place in the session."""
 
+    question: Question
     renderer: Renderer
     settings: TurnSettings
     match: Match
@@ -186,7 +187,7 @@ class Session:
             )
             self._num_opened += 1
             attempt = Attempt(question.retry, question.n)
-            attempt.pending = self._make_pending(context, question, turn, placed, attempt)
+            attempt.pending = self._make_pending(context, turn, placed, attempt)
             self._unrecorded[attempt] = attempt.n
             return attempt.pending, self._enter(attempt)
 
@@ -342,7 +343,7 @@ class Session:
             if (unfolded := match.unfold()) == match:
                 raise
             prompt = self._build_prompt(renderer, unfolded, question)
-        return _Placed(renderer=renderer, settings=settings, match=match, prompt=prompt)
+        return _Placed(question=question, renderer=renderer, settings=settings, match=match, prompt=prompt)
 
     def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:
         builder = PromptBuilder(renderer, self.state.tree)
@@ -356,51 +357,24 @@ class Session:
         )
         return replace(prompt, fork=prompt.fork or match.fork)
 
-    def _make_pending(
-        self, context: ServerContext, question: Question, turn: PlainTurn, placed: _Placed, attempt: Attempt
-    ) -> PendingTurn:
-        async def record(index: int, sequence: SampledSequence) -> WholeReply:
-            reply = await context.read_reply(turn, question, sequence, index=index)
-            answered = Answered(
-                match=placed.match,
-                prompt=placed.prompt,
-                sequence=sequence,
-                reply=reply.reader,
-                choice=index,
-                answer_id=turn.answer_id,
-                tools=tuple(question.tools),
-                options=_list_options(question),
-                settings=placed.settings,
-                retry=question.retry,
-                policy=(question.policy or context.policies.served).name,
-                sampling=turn.request.params.changes,
-                conversation=question.conversation,
-            )
-            # An abort in between changes nothing: what is written is applied.
-            written = asyncio.create_task(self._write(answered, attempt))
-            attempt.numbers.append(await asyncio.shield(written))
-            return reply
-
+    def _make_pending(self, context: ServerContext, turn: PlainTurn, placed: _Placed, attempt: Attempt) -> PendingTurn:
         history = digest_history(placed.match.history)
-
-        async def keep_streamed(content: str, reasoning: str) -> None:
-            message = {"content": content, "reasoning_content": reasoning}
-            await self._keep_piece(turn.answer_id, history, message)
-
         return PendingTurn(
             turn.service,
             turn.request,
             turn.renderer,
             answer_id=turn.answer_id,
-            record=record,
+            read_reply=lambda index, sequence: context.read_reply(turn, placed.question, sequence, index=index),
+            record=partial(self._record, context, turn, placed, attempt),
             on_start=lambda: self._follow(attempt),
             history=history,
-            keep_streamed=keep_streamed,
+            keep_streamed=partial(self._keep_piece, turn.answer_id, history),
             counts=self.settings.limits.tokens is not None,
         )
 
-    async def _keep_piece(self, answer_id: str, history: bytes, message: dict[str, str]) -> None:
+    async def _keep_piece(self, answer_id: str, history: bytes, content: str, reasoning: str) -> None:
         """Store what is about to be streamed."""
+        message = {"content": content, "reasoning_content": reasoning}
         piece = StreamRecord(answer_id=answer_id, piece=self.state.num_pieces, history=history, message=message)
         self.state.num_pieces += 1
         await self._commit(TurnCommit(session_id=self.record.session_id, streamed=(piece,)))
@@ -414,17 +388,42 @@ class Session:
             self.is_stale = True
             raise
 
-    async def _write(self, answered: Answered, attempt: Attempt) -> int:
-        """Write a turn and apply it; returns its number."""
+    async def _record(
+        self,
+        context: ServerContext,
+        turn: PlainTurn,
+        placed: _Placed,
+        attempt: Attempt,
+        index: int,
+        sequence: SampledSequence,
+        reply: WholeReply,
+    ) -> None:
+        """Write a completion of an attempt as a turn, and apply it."""
+        question = placed.question
+        answered = Answered(
+            match=placed.match,
+            prompt=placed.prompt,
+            sequence=sequence,
+            reply=reply.reader,
+            choice=index,
+            answer_id=turn.answer_id,
+            tools=tuple(question.tools),
+            options=_list_options(question),
+            settings=placed.settings,
+            retry=question.retry,
+            policy=(question.policy or context.policies.served).name,
+            sampling=turn.request.params.changes,
+            conversation=question.conversation,
+        )
         async with self._recording:  # also when the session is being finished: its end waits for its turns
             planned = self.state.plan(self.record.session_id, answered, created_s=time.time())
             is_streamed = attempt.pending is not None and attempt.pending.streamed is not None
-            ended = (answered.answer_id,) if is_streamed and answered.choice == 0 else ()
+            ended = (turn.answer_id,) if is_streamed and index == 0 else ()
             await self._commit(replace(planned.commit, dropped_streams=ended))
             self.state.apply(planned)
             if attempt in self._unrecorded:
                 self._unrecorded[attempt] -= 1
-            return len(self.state.turns) - 1
+            attempt.numbers.append(len(self.state.turns) - 1)
 
     def _follow(self, attempt: Attempt) -> None:
         """Remember a turn whose work begins now."""

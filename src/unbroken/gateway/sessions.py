@@ -23,7 +23,7 @@ from unbroken.gateway.session import Session, SessionSettings, StoredSettings, e
 from unbroken.gateway.state import SessionState
 from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store.base import SessionStore
-from unbroken.ledger.store.writer import SessionWriter
+from unbroken.ledger.store.sql import SessionWriter
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ParsedResponse
 from unbroken.server.context import ServerContext

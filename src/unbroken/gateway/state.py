@@ -30,7 +30,7 @@ from unbroken.ledger.records import (
 )
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source
-from unbroken.rendering.base import ParsedResponse, Refusal, RefusalReason, ToolCallStatus
+from unbroken.rendering.base import BridgeOutcome, ParsedResponse, Refusal, RefusalReason, ToolCallStatus
 from unbroken.rollout.prompts import GivenIds, Prompt, attach_given, count_prompt
 from unbroken.rollout.trajectory import Turn
 from unbroken.server.turns import RetryHint
@@ -178,7 +178,9 @@ class SessionState:
         self.conversations.update(planned.commit.conversations)
         for record, message in zip(planned.commit.messages, planned.messages, strict=True):
             self._add_message(record, message, turn, planned.settings)
-        self._add_turn(turn, planned.given, planned.prompt, planned.parsed)
+        self._attach_given(turn, planned.given)
+        end = self.tree.add_sampled(turn.sequence, parent=turn.parent)
+        self._add_turn(turn, end, planned.parsed, planned.prompt.bridge)
         for name, number in planned.commit.counters.items():
             self.counters.add(name, number)
 
@@ -198,7 +200,11 @@ class SessionState:
         for one in stored.turns:
             given = None if one.given is None else from_given_record(one.given, load_image)
             state.images.update(one.image_sha256s)
-            state._add_turn(one, given, None, None, parse=parse)
+            state._attach_given(one, given)
+            end = state.tree.add_sampled(one.sequence, parent=one.parent)
+            parsed = parse(one, one.sequence, state.tree.token_ids(one.parent), state.tools[one.tools_key])
+            refusal = None if one.refusal is None else Refusal(reason=RefusalReason(one.refusal))
+            state._add_turn(one, end, parsed, refusal)
         for name, number in stored.counters.items():
             state.counters.add(name, number)
         state.conversations.update(stored.conversations)
@@ -268,25 +274,18 @@ class SessionState:
             node = self.forest.add_given(message, parent=record.parent)
         assert node == record.node, f"message {record.node} was recorded as {node}"
 
-    def _add_turn(
-        self,
-        record: TurnRecord,
-        given: GivenIds | None,
-        prompt: Prompt | None,
-        parsed: ParsedResponse | None,
-        *,
-        parse: Parse | None = None,
-    ) -> None:
+    def _attach_given(self, record: TurnRecord, given: GivenIds | None) -> None:
+        """Attach the ids that a turn was given, if they are not in the tree."""
         if given is not None:
             assert record.given is not None
             parent = record.given.parent
             self._given[_given_key(parent, given)] = attach_given(self.tree, parent, given)
-        end = self.tree.add_sampled(record.sequence, parent=record.parent)
+
+    def _add_turn(
+        self, record: TurnRecord, end: Position, parsed: ParsedResponse, bridge: BridgeOutcome | None
+    ) -> None:
+        """Add a turn whose ids are in the tree, the sampled ones up to `end`. A store has no bridge, only a refusal."""
         self.num_sampled += len(record.sequence.completion_ids)
-        if parsed is None:
-            assert parse is not None
-            parsed = parse(record, record.sequence, self.tree.token_ids(record.parent), self.tools[record.tools_key])
-        refusal = None if record.refusal is None else Refusal(reason=RefusalReason(record.refusal))
         self.turns.append(
             RecordedTurn(
                 record=record,
@@ -296,7 +295,7 @@ class SessionState:
                     sequence=record.sequence,
                     message=self.forest.nodes[record.reply_node].message,
                     parsed=parsed,
-                    bridge=refusal if prompt is None else prompt.bridge,
+                    bridge=bridge,
                     fork=None if record.fork is None else ForkReason(record.fork),
                     cut_by=None,
                 ),

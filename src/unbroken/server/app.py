@@ -22,7 +22,6 @@ from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.http.access import DESCRIPTION, Routes
 from unbroken.server.http.errors import HttpError, answer_error
 from unbroken.server.http.guard import Guard
-from unbroken.server.http.idempotency import Idempotency
 from unbroken.server.images import ImageFetcher, ImageIntake, ImageStore
 from unbroken.server.metrics import Metrics
 from unbroken.server.policies import PolicySource
@@ -81,8 +80,6 @@ def create_app(
     app.router.routes.extend(route for router in routers for route in router.routes)
     for kind in _ERROR_KINDS:
         app.add_exception_handler(kind, answer_error)
-    # The last one added is the outermost.
-    app.add_middleware(Idempotency, metrics=metrics)
     app.add_middleware(Guard, config=config, metrics=metrics, access=list_access(routers))
     return app
 

@@ -13,10 +13,9 @@ from typing import cast
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.reader import StoreReader, StoreSnapshots
-from unbroken.ledger.store.sql import Cursor, Database, SqlSessionStore, is_storable
+from unbroken.ledger.store.sql import Cursor, Database, SessionWriter, SqlSessionStore, is_storable
 from unbroken.ledger.store.sqlite import SqliteDatabase, open_sqlite_snapshots
 from unbroken.ledger.store.tables import SESSION_TABLES, Tables
-from unbroken.ledger.store.writer import SessionWriter
 
 __all__ = [
     "Cursor",

@@ -10,9 +10,8 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,12 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unbroken.server.config import ServerConfig, is_loopback
 from unbroken.server.http.access import Access
 from unbroken.server.http.errors import GOOGLE_METHODS, HttpError, error_response, shorten
+from unbroken.server.http.idempotency import Idempotency, ReplayBody, is_kept_for_retries
 from unbroken.server.metrics import Metrics
 
 AUTHORIZED = "unbroken.authorized"
 """Where the scope says that a layer outside has checked the key of a client."""
-KNOWS_RETRIES = "unbroken.knows_retries"
-"""Where the scope says that the application keeps its answers, and answers retries itself."""
 MAX_HEAD_BYTES = 2**16
 """Of headers and query, which are read before a key is checked."""
 KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")
@@ -35,11 +33,12 @@ ANY_MODEL = "unbroken.any_model"
 
 
 class Guard:
-    """ASGI middleware: origins, keys, body limit, disconnection, request metrics."""
+    """ASGI middleware: origins, keys, body limit, disconnection, request metrics; and retries, by `Idempotency`."""
 
     def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics, access: Mapping[str, Access]) -> None:
         """`access` has the paths that need another key than the API key."""
         self._app = app
+        self._repeatable = Idempotency(app, metrics=metrics)
         self._config = config
         self._metrics = metrics
         self._access = access
@@ -61,7 +60,9 @@ class Guard:
             self._check_key(scope)
             body = await self._read_body(scope, receive)
             if body is not None:
-                await self._run(scope, body, receive, sender)
+                app = self._repeatable if is_kept_for_retries(scope) else self._app
+                work = asyncio.ensure_future(app(scope, ReplayBody(body), sender))
+                await self._wait(work, receive, sender)
         except HttpError as error:
             await error_response(error, path=scope["path"])(scope, receive, sender)
         except asyncio.CancelledError:  # only the end of the server does this, once `drain_s` is over
@@ -76,8 +77,8 @@ class Guard:
             self._metrics.requests.labels(route=route, status=str(sender.status)).inc()
             self._metrics.request_seconds.labels(route=route).observe(time.perf_counter() - start)
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, sender: _Sender) -> None:
-        work = asyncio.ensure_future(self._app(scope, ReplayBody(body), sender))
+    async def _wait(self, work: asyncio.Future[None], receive: Receive, sender: _Sender) -> None:
+        """Wait for the end of a request's work, and end it if its client disconnects before."""
         disconnected = asyncio.create_task(_wait_for_disconnection(receive))
         try:
             await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,21 +143,6 @@ def read_keys(scope: Scope) -> list[bytes]:
     if scope["path"].endswith(GOOGLE_METHODS):
         given += [value for name, value in parse_qsl(scope["query_string"]) if name == b"key"]
     return [key for key in given if key]
-
-
-class ReplayBody:
-    """A `receive` that returns the body once, then blocks."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-
-    async def __call__(self) -> MutableMapping[str, Any]:
-        """Handle one request, as ASGI has it."""
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.Future()  # the guard waits for the disconnection
-        raise AssertionError
 
 
 class _Sender:

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,11 +22,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.guard import KNOWS_RETRIES, ReplayBody
 from unbroken.server.http.json import json_response
 from unbroken.server.metrics import Metrics
 
 ABANDON_PATH = "/v1/abandon"
+KNOWS_RETRIES = "unbroken.knows_retries"
+"""Where the scope says that the application keeps its answers, and answers retries itself."""
 _HEADER = b"idempotency-key"
 _MAX_KEPT_BYTES = 256 * 2**20
 _KEPT_S = 600.0
@@ -63,8 +65,25 @@ class _Kept:
     size: int
 
 
+class ReplayBody:
+    """A `receive` that returns the body once, then blocks."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+
+    async def __call__(self) -> MutableMapping[str, Any]:
+        """Handle one request, as ASGI has it."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.Future()  # the guard waits for the disconnection
+        raise AssertionError
+
+
 class Idempotency:
-    """ASGI middleware inside the guard, whose cancellation ends the work only if no other request waits for it."""
+    """An ASGI application for the requests of `is_kept_for_retries`, inside the guard, whose cancellation ends the work
+    only if no other request waits for it.
+    """
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, grace_s: float = 2.0) -> None:
         self._app = app
@@ -77,10 +96,7 @@ class Idempotency:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, as ASGI has it."""
-        key = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if key is None or scope.get(KNOWS_RETRIES):
-            await self._app(scope, receive, send)
-            return
+        key = dict(scope["headers"])[_HEADER]
         if len(key) > _MAX_KEY_LENGTH:
             raise HttpError(400, f"Idempotency-Key must have at most {_MAX_KEY_LENGTH} characters, got {len(key)}")
         body = (await receive()).get("body", b"")
@@ -179,6 +195,11 @@ class Idempotency:
                 return
             del self._kept[key]
             self._kept_bytes -= kept.size
+
+
+def is_kept_for_retries(scope: Scope) -> bool:
+    """Whether the answer of a request is kept under its key, unless the application keeps its answers itself."""
+    return scope["method"] == "POST" and not scope.get(KNOWS_RETRIES) and _HEADER in dict(scope["headers"])
 
 
 def refuse_reused_key() -> HttpError:

@@ -41,7 +41,7 @@ from unbroken.server.wire.openai import (
     list_version_spans,
 )
 from unbroken.server.wire.reply import ReplyCall, ReplyReader
-from unbroken.types import FinishReason, SampleChunk, SampledSequence, token_ids
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleResult, token_ids
 
 _TEXT_KEYS = {PartKind.REASONING: ("reasoning_content", "reasoning"), PartKind.CONTENT: ("content",)}
 """Clients read reasoning under either name: vLLM had the first one before 0.32, and has the second."""
@@ -138,7 +138,10 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Render the messages and answer."""
     context = get_context(request)
     question = await _read_question(context, request, body)
-    return await _answer(context, body, question, await context.turns.open(request, question, id_prefix=_ID_PREFIX))
+    turn = await context.turns.open(request, question, id_prefix=_ID_PREFIX)
+    if body.stream:
+        return await _stream_answer(context, body, question, turn)
+    return await _write_answer(context, body, question, turn, await turn.sample())
 
 
 @router.post(
@@ -177,7 +180,9 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
     )
     renderer = await context.run_in_text_thread(lambda: context.get_renderer(question.template_options))
     turn = await continue_prompt(context, question, renderer, prompt, id_prefix=_ID_PREFIX)
-    return await _answer(context, body, question, turn)
+    if body.stream:
+        return await _stream_answer(context, body, question, turn)
+    return await _write_answer(context, body, question, turn, await turn.sample())
 
 
 async def _read_question(context: ServerContext, request: Request, body: ChatBody) -> Question:
@@ -213,17 +218,24 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
     )
 
 
-async def _answer(context: ServerContext, body: ChatBody, question: Question, turn: OpenTurn) -> Response:
-    writer = ChoiceWriter(
-        codec=context.codec, model_name=body.model or context.config.model_name, body=body, answer_id=turn.answer_id
-    )
-    if body.stream:
-        readers = [
-            open_reply(turn, question, context.codec, context.metrics.events, index=k) for k in range(turn.request.n)
-        ]
-        streams = [ChoiceStream(writer, k, reader) for k, reader in enumerate(readers)]
-        return await open_event_stream(_stream(body, turn, writer, streams))
-    result = await turn.sample()
+def _make_writer(context: ServerContext, body: ChatBody, turn: OpenTurn) -> ChoiceWriter:
+    model_name = body.model or context.config.model_name
+    return ChoiceWriter(codec=context.codec, model_name=model_name, body=body, answer_id=turn.answer_id)
+
+
+async def _stream_answer(context: ServerContext, body: ChatBody, question: Question, turn: OpenTurn) -> Response:
+    writer = _make_writer(context, body, turn)
+    readers = [
+        open_reply(turn, question, context.codec, context.metrics.events, index=k) for k in range(turn.request.n)
+    ]
+    streams = [ChoiceStream(writer, k, reader) for k, reader in enumerate(readers)]
+    return await open_event_stream(_stream(body, turn, writer, streams))
+
+
+async def _write_answer(
+    context: ServerContext, body: ChatBody, question: Question, turn: OpenTurn, result: SampleResult
+) -> Response:
+    writer = _make_writer(context, body, turn)
     replies = [await context.read_reply(turn, question, one, index=k) for k, one in enumerate(result.sequences)]
 
     def format_choices() -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ from support.waits import wait_until
 from unbroken.server.config import ServerLimits
 from unbroken.server.http import idempotency
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.guard import ReplayBody
-from unbroken.server.http.idempotency import ABANDON_PATH, Idempotency
+from unbroken.server.http.idempotency import ABANDON_PATH, Idempotency, ReplayBody
 from unbroken.server.http.json import json_response
 from unbroken.server.metrics import Metrics
 
