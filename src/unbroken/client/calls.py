@@ -259,7 +259,7 @@ class Calls:
         return compact.encode(body), {"Content-Type": compact.MEDIA_TYPE}
 
     async def _abandon(self, headers: Mapping[str, str]) -> None:
-        with suppress(httpx.HTTPError, ServerError, RuntimeError):  # RuntimeError: this client was closed meanwhile
+        with suppress(httpx.HTTPError, ServerError, RuntimeError):  # RuntimeError: this client is closed by now
             await self._read("POST", "/v1/abandon", headers=headers, timeout_s=5.0)
 
     async def _try(
@@ -477,19 +477,12 @@ def to_error(response: httpx.Response) -> Exception:
         param = body.get("param")
     except (ValueError, KeyError, TypeError):
         message, code, param, sha256 = response.text[:500], None, None, ""
-    if code == "context_length_exceeded":
-        return ContextOverflowError.from_message(message)
     if code == "unknown_image":
         return _with_message(UnknownImageError(sha256), message)
-    if code in ("session_ended", "session_finished", "session_expired"):
-        return _with_message(SessionEndedError("", ""), message)
-    if code == "session_not_found":
-        return _with_message(UnknownSessionError(""), message)
-    # vLLM gives the status as the code.
-    if code == "model_not_found" or (response.status_code == 404 and param == "model"):
+    if (make_error := _ERRORS_BY_CODE.get(str(code))) is not None:
+        return make_error(message)
+    if response.status_code == 404 and param == "model":  # vLLM gives the status as the code
         return UnknownPolicyError(message)
-    if code == "invalid_image":
-        return ImageError(message)
     if response.status_code == 429:
         return ServerBusyError(message)
     if response.status_code in (400, 404, 409, 413, 422):
@@ -500,3 +493,22 @@ def to_error(response: httpx.Response) -> Exception:
 def _with_message(error: Exception, message: str) -> Exception:
     error.args = (message,)
     return error
+
+
+def _session_ended(message: str) -> Exception:
+    return _with_message(SessionEndedError("", ""), message)
+
+
+def _session_not_found(message: str) -> Exception:
+    return _with_message(UnknownSessionError(""), message)
+
+
+_ERRORS_BY_CODE: Mapping[str, Callable[[str], Exception]] = {
+    "context_length_exceeded": ContextOverflowError.from_message,
+    "invalid_image": ImageError,
+    "model_not_found": UnknownPolicyError,
+    "session_ended": _session_ended,
+    "session_expired": _session_ended,
+    "session_finished": _session_ended,
+    "session_not_found": _session_not_found,
+}

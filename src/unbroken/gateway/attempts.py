@@ -1,6 +1,6 @@
 """Questions of a session and their answers: readers come and go, a turn is sampled once.
 
-    agent ── request ──► PendingTurn ── engine            the connection breaks, the turn goes on
+    agent ── request ──► PendingTurn ── engine            the connection breaks, the turn continues
     agent ── retry ────────┘                              reads the same chunks from the first on
     agent ── retry ──► RecordedAnswer                     the turn is on disk, and is not sampled again
 
@@ -316,16 +316,19 @@ class Attempts:
         Raises:
             HttpError: the key came with another body.
         """
-        if retry.idempotency_key is not None:
-            keyed = self._by_key.get(retry.idempotency_key)
-            if keyed is not None and keyed.retry.body_sha256 != retry.body_sha256:
-                raise refuse_reused_key()
+        self._check_key(retry)
         attempts = [each for each in self._by_body.get(retry.body_sha256, ()) if each.can_answer_retry(retry, n)]
         # Of equal requests, the one whose reader went away is the one that is asked again.
         left = [attempt for attempt in attempts if attempt.was_left]
         says_so = retry.idempotency_key is not None or bool(retry.retry_count)
         found = left or (attempts if says_so else [])
         return found[-1] if found else None
+
+    def _check_key(self, retry: RetryHint) -> None:
+        """Raise `HttpError` for a key that came with another body."""
+        keyed = None if retry.idempotency_key is None else self._by_key.get(retry.idempotency_key)
+        if keyed is not None and keyed.retry.body_sha256 != retry.body_sha256:
+            raise refuse_reused_key()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -283,15 +283,16 @@ class UpstreamPolicies:
         if "policy" not in entry:  # the upstream takes any name, and this one is not a policy's
             return None
         number = int(version) if version is not None and version != "latest" else None
-        is_served = entry.get("parent") is None
-        asked = name if "policy_version" in entry else entry["id"]  # stock vLLM takes no name with a version
-        found = Policy(
-            name=self._model_name if is_served else entry["policy"],
-            adapter=None if is_served else asked,
-            version=number,
-        )
+        found = self._to_policy(name, number, entry)
         self._known.put(name, found)
         return found
+
+    def _to_policy(self, name: str, version: int | None, entry: Mapping[str, Any]) -> Policy:
+        """The policy that the upstream's entry of a model describes."""
+        if entry.get("parent") is None:
+            return Policy(name=self._model_name, adapter=None, version=version)
+        adapter = name if "policy_version" in entry else entry["id"]  # stock vLLM takes no name with a version
+        return Policy(name=entry["policy"], adapter=adapter, version=version)
 
     async def find_version(self, request: Request, policy: Policy) -> int:
         """The version that the upstream would answer with."""

@@ -61,7 +61,7 @@ class SessionSampling(StrictBody):
 
 
 class SessionLimits(StrictBody):
-    """Where a session ends; null for no limit of its own."""
+    """Where a session ends; null for no limit."""
 
     turns: int | None = Field(default=None, ge=1)
     """Each of the `n` answers to a request is a turn."""

@@ -258,10 +258,7 @@ class ImageIntake:
         if spans := [source for source in sources if isinstance(source, ClientSpan)]:
             if len(spans) != len(sources):
                 raise ImageError(f"{name} must be all spans or all images, got {len(spans)} spans of {len(sources)}")
-            images = await self._load(inputs.loader, [span.source for span in spans], places)
-            await self._expand(images, [span.settings for span in spans], places, count)
-            checked = map(partial(self._check_span, ids), spans, images, places)
-            return RequestPrompt(token_ids=ids, images=tuple(checked))
+            return await self._place_spans(inputs.loader, ids, spans, places, count)
         images = await self._load(inputs.loader, sources, places)
         if images:
             await self._expand(images, [settings] * len(images), places, count)
@@ -269,6 +266,15 @@ class ImageIntake:
             lambda: expand_placeholders(ids, images, inputs.processor, settings=settings, name=name)
         )
         return RequestPrompt(token_ids=placed, images=found)
+
+    async def _place_spans(
+        self, loader: ImageLoader, ids: TokenIds, spans: Sequence[ClientSpan], places: Sequence[str], count: PixelCount
+    ) -> RequestPrompt:
+        """A prompt whose images the client has expanded: the ids of each are made again, and compared."""
+        images = await self._load(loader, [span.source for span in spans], places)
+        await self._expand(images, [span.settings for span in spans], places, count)
+        checked = map(partial(self._check_span, ids), spans, images, places)
+        return RequestPrompt(token_ids=ids, images=tuple(checked))
 
     def _lacks_images(self, ids: TokenIds, sources: Sequence[Any] | None) -> bool:
         """Whether a prompt without images has a placeholder of one: an error, unless [] says that it is text."""

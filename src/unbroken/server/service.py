@@ -43,7 +43,7 @@ class Admission:
     """Which requests of one engine may run now: the queue's limit, pauses as in vLLM, and aborts by name.
 
     mode     requests in flight              new requests
-    keep     wait, and go on at `resume`     wait
+    keep     wait until `resume`             wait
     abort    end with what they have         503
     wait     finish                          503
     """

@@ -156,10 +156,8 @@ class ProvenanceCheck:
         sampled, logprobs = np.zeros(num_positions, np.float32), np.zeros(num_positions, np.float32)
         is_blank = _find_blanks(targets, used, num_positions)
         for span in self._place_spans(f"{where}.loss_fn_inputs", datum.target_claims, num_positions):
-            sequence = self._find_true(span, targets, is_blank)
-            if sequence is None or not span.is_sampled or span.claim.length == 0:
-                continue
-            if targets is not None and not self._has_context(span, sequence, datum.input_ids):
+            sequence = self._find_sampled(span, targets, is_blank, datum.input_ids)
+            if sequence is None:
                 continue
             sampled[span.place] = 1
             logprobs[span.place] = sequence.sampled.rollout_logprobs[span.source]
@@ -169,6 +167,17 @@ class ProvenanceCheck:
         counts["unproven"] += num_positions if targets is None else 0
         counts["unsampled_trained"] += 0 if used is None else int((used & (sampled == 0)).sum())
         return {"logprobs": logprobs, SAMPLED: sampled}
+
+    def _find_sampled(
+        self, span: _Span, targets: NDArray[np.int64] | None, is_blank: NDArray[np.bool_], input_ids: TokenIds
+    ) -> RecordedSequence | None:
+        """The sequence that a span of targets was sampled in, after the same ids as here; None for other spans."""
+        sequence = self._find_true(span, targets, is_blank)
+        if sequence is None or not span.is_sampled or span.claim.length == 0:
+            return None
+        # Without one target a position there is no id to look for: the span's claim is all that there is.
+        has_context = targets is None or self._has_context(span, sequence, input_ids)
+        return sequence if has_context else None
 
     def _get_targets(self, where: str, datum: Datum) -> NDArray[np.int64] | None:
         """[T] ids that spans can be compared with; None if there are several a position, or none."""

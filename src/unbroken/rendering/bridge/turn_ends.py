@@ -103,13 +103,7 @@ class TurnEndProbe:
         between = {role: self._find_text_before_next(role) for role in ("user", "tool", "system")}
         next_tokens = {role: self._list_first_tokens(text) for role, text in between.items()}
         if not next_tokens["user"]:
-            found = next(self._control.find(between["user"]), None)
-            what = "no control token" if found is None else repr(between["user"][: found.stop].strip())
-            raise BridgeRefusedError(
-                RefusalReason.UNDERIVABLE,
-                f"{what} between an assistant turn and a user message after it: a turn must end with a control token "
-                "and no other text before that",
-            )
+            raise self._refuse_end(between["user"])
         first = next_tokens["user"][0]
         last = self._find_last_turn_end()
         headers = frozenset(tokens[0] for tokens in next_tokens.values() if tokens)
@@ -132,6 +126,16 @@ class TurnEndProbe:
         """The text that opens an assistant turn; empty if the template does not write one on its own."""
         without, with_prompt = self._turns.render([_USER]), self._turns.render([_USER], add_generation_prompt=True)
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    def _refuse_end(self, between: str) -> BridgeRefusedError:
+        """The error for a turn whose end, `between` it and a user message, begins with no control token."""
+        found = next(self._control.find(between), None)
+        what = "no control token" if found is None else repr(between[: found.stop].strip())
+        return BridgeRefusedError(
+            RefusalReason.UNDERIVABLE,
+            f"{what} between an assistant turn and a user message after it: a turn must end with a control token "
+            "and no other text before that",
+        )
 
     def _prove(self, found: TurnEnds) -> TurnEnds:
         """Keep the stops that stand only at the end of a turn, and find one for each example that is left without."""

@@ -214,10 +214,16 @@ def _read_attempts(field: Any, body: str, captures: dict[str, str], tools: Seque
     ]
 
 
-def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> CallAttempt:
-    function = value.get("function", value) if isinstance(value, dict) else None
+def _get_name(function: Any) -> str:
+    """The name of a function that a model wrote as JSON; empty if it has none."""
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(name, str) or not name:
+    return name if isinstance(name, str) else ""
+
+
+def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> CallAttempt:
+    value = value if isinstance(value, dict) else {}
+    function = value.get("function", value)
+    if not (name := _get_name(function)):
         return CallAttempt(status=ToolCallStatus.MISSING_NAME)
     arguments = function.get("arguments")
     if "arguments" not in function and function.keys() - {"name", "id", "type"}:
@@ -226,7 +232,7 @@ def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> 
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
     except (ValueError, TypeError, RecursionError):
         return CallAttempt(status=ToolCallStatus.INVALID_JSON, name=name)
-    call_id = value.get("id") if isinstance(value, dict) else None
+    call_id = value.get("id")
     call = read_named_call(name, arguments, call_id=call_id if isinstance(call_id, str) else "")
     return _convert_texts(call, tools) if is_text and call.status is ToolCallStatus.OK else call
 

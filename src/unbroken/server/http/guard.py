@@ -54,10 +54,7 @@ class Guard:
         start = time.perf_counter()
         sender = _Sender(send)
         try:
-            if self._origins is not None:
-                self._origins.check(scope)
-            _check_head(scope)
-            self._check_key(scope)
+            self._check(scope)
             body = await self._read_body(scope, receive)
             if body is not None:
                 app = self._repeatable if is_kept_for_retries(scope) else self._app
@@ -94,6 +91,13 @@ class Guard:
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work})
+
+    def _check(self, scope: Scope) -> None:
+        """Raise `HttpError` for a request that is refused before its body is read."""
+        if self._origins is not None:
+            self._origins.check(scope)
+        _check_head(scope)
+        self._check_key(scope)
 
     def _check_key(self, scope: Scope) -> None:
         access = self._access.get(scope["path"], Access.CLIENT)
@@ -208,15 +212,7 @@ class OriginCheck:
         """Raise `HttpError` (403) for another Host or Origin. A request without one of them passes that check."""
         own = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         for host in own:
-            name, _ = _split(host) or ("", "")
-            if not (is_loopback(name) or self._is_allowed(name)):
-                raise HttpError(
-                    403,
-                    f"Host must be this machine (localhost, 127.0.0.1, [::1]) or a name given by --allow-host, got "
-                    f"{shorten(host)}: a server without --api-key answers no other name, because a web page could use "
-                    "it",
-                    code="unknown_host",
-                )
+            self._check_host(host)
         for origin in (value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"):
             if not self._is_own_origin(origin, own):
                 raise HttpError(
@@ -225,6 +221,16 @@ class OriginCheck:
                     "without --api-key answers no web page of another origin",
                     code="foreign_origin",
                 )
+
+    def _check_host(self, host: str) -> None:
+        name, _ = _split(host) or ("", "")
+        if not (is_loopback(name) or self._is_allowed(name)):
+            raise HttpError(
+                403,
+                f"Host must be this machine (localhost, 127.0.0.1, [::1]) or a name given by --allow-host, got "
+                f"{shorten(host)}: a server without --api-key answers no other name, because a web page could use it",
+                code="unknown_host",
+            )
 
     def _is_own_origin(self, origin: str, hosts: list[str]) -> bool:
         scheme, separator, rest = origin.partition("://")

@@ -49,7 +49,14 @@ class _Known:
     num_values: int
     """As of `untrusted.bound_values`."""
 
-    def cut(self, number: int) -> _Known:
+    def cut_to_beginning(self, body: bytes) -> _Known | None:
+        """What of it a body begins with, up to the end of one of the last items; None if that is less."""
+        for num_cut, end in enumerate(reversed(self.ends)):
+            if body.startswith(self.raw[:end]):
+                return self._cut(num_cut)
+        return None
+
+    def _cut(self, number: int) -> _Known:
         """The beginning without the last `number` items."""
         if number == 0:
             return self
@@ -70,10 +77,8 @@ class KnownBodies:
         """
         if len(body) < _MIN_BYTES or (known := self._known.get(session_id)) is None:
             return None
-        num_cut = next((k for k, end in enumerate(reversed(known.ends)) if body.startswith(known.raw[:end])), None)
-        if num_cut is None:
+        if (known := known.cut_to_beginning(body)) is None:
             return None
-        known = known.cut(num_cut)
         short = _stand_in(body, known.start, known.ends[-1])
         try:
             value = orjson.loads(short)

@@ -16,6 +16,7 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response, note_ignored
+from unbroken.server.images import ImageIntake
 from unbroken.server.texts import check_conversation, check_length
 from unbroken.server.wire.conversation import Tools
 from unbroken.server.wire.fields import CHAT
@@ -71,10 +72,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
         messages = await context.adapt_roles(messages, body.chat_template_kwargs or {})
     ids = await context.run_in_text_thread(lambda: _to_ids(context, body, messages, settings))
-    spans: tuple[ImageSpan, ...] = ()
-    if images := [get_image_source(part) for _, part in find_image_parts(messages)]:
-        (placed,) = await intake.place([ids], [images], settings)
-        spans = placed.images
+    spans = await _place_images(intake, ids, messages, settings)
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": context.service.engine.context_length,
@@ -139,6 +137,15 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "tensor_parallel_size": tensor_parallel_size,
     }
     return [own, *({**own, "id": name, "parent": own["id"]} for name in context.policies.adapters)]
+
+
+async def _place_images(intake: ImageIntake, ids: TokenIds, messages: Any, settings: str) -> tuple[ImageSpan, ...]:
+    """Where the images of the messages stand in their ids."""
+    images = [get_image_source(part) for _, part in find_image_parts(messages)]
+    if not images:
+        return ()
+    (placed,) = await intake.place([ids], [images], settings)
+    return placed.images
 
 
 def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings: str) -> TokenIds:

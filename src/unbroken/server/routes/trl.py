@@ -7,6 +7,7 @@ Success is always 200, unknown fields are ignored, and each path works with and 
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -25,7 +26,15 @@ from unbroken.server.wire.conversation import Tools
 from unbroken.server.wire.fields import CHAT, GENERATION_KWARGS
 from unbroken.server.wire.images import list_images
 from unbroken.server.wire.openai import SamplingFields, list_version_spans
-from unbroken.types import SampleResult, ScoredSequence, StructuredOutput, TokenIds, TopLogprobs, token_ids
+from unbroken.types import (
+    SampledSequence,
+    SampleResult,
+    ScoredSequence,
+    StructuredOutput,
+    TokenIds,
+    TopLogprobs,
+    token_ids,
+)
 
 router = Routes(Access.CLIENT)
 _Row: TypeAlias = tuple[TokenIds, Any, TopLogprobs | None]
@@ -204,20 +213,19 @@ def _merge_sampling(body: TrlSamplingBody) -> Sampling:
 
 def _format_answer(results: list[SampleResult], *, with_logprobs: bool) -> dict[str, Any]:
     sequences = [sequence for result in results for sequence in result.sequences]
-    answer: dict[str, Any] = {
+    return {
         "prompt_ids": [result.prompt_ids for result in results],
         "completion_ids": [sequence.completion_ids for sequence in sequences],
-        "logprobs": None,
-        "logprob_token_ids": None,
+        **(_format_logprobs(sequences) if with_logprobs else {"logprobs": None, "logprob_token_ids": None}),
         "finish_reasons": [sequence.finish_reason.value for sequence in sequences],
         "policy_versions": [list_version_spans(sequence) for sequence in sequences],
         "image_sha256s": [result.image_sha256s for result in results],
     }
-    if with_logprobs:
-        rows = [_rank_logprobs(one.completion_ids, one.rollout_logprobs, one.top_logprobs) for one in sequences]
-        answer["logprobs"] = [logprobs_CK for logprobs_CK, _ in rows]
-        answer["logprob_token_ids"] = [ids_CK for _, ids_CK in rows]
-    return answer
+
+
+def _format_logprobs(sequences: Sequence[SampledSequence]) -> dict[str, Any]:
+    rows = [_rank_logprobs(one.completion_ids, one.rollout_logprobs, one.top_logprobs) for one in sequences]
+    return {"logprobs": [logprobs_CK for logprobs_CK, _ in rows], "logprob_token_ids": [ids_CK for _, ids_CK in rows]}
 
 
 def _rank_logprobs(ids: TokenIds, logprobs: Any, tops: TopLogprobs | None) -> tuple[Any, Any]:

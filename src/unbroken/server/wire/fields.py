@@ -40,15 +40,10 @@ class Fields:
         if not asked:
             return []
         prefix = f"{place}." if place else ""
-        wrong = self._find_refused(asked)
-        if wrong:
-            first = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({why})" for name, why in list(wrong.items())[:3]]
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise HttpError(
-                400, f"{place or 'the body'} must not have {', '.join(first)}{more}", param=prefix + next(iter(wrong))
-            )
-        named = [name for name in sorted(asked) if name not in self.returned]
-        return [f"{prefix}{name}" for name in named][:MAX_NAMED]
+        if wrong := self._find_refused(asked):
+            message = f"{place or 'the body'} must not have {_list_refused(asked, wrong)}"
+            raise HttpError(400, message, param=prefix + next(iter(wrong)))
+        return [f"{prefix}{name}" for name in sorted(asked) if name not in self.returned][:MAX_NAMED]
 
     def _find_refused(self, asked: Mapping[str, Any]) -> dict[str, str]:
         """Why each field that is refused is."""
@@ -90,6 +85,12 @@ def _list_objects(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, 
             yield call, _CALL_KEYS, "messages.tool_calls"
             if isinstance(call, Mapping):
                 yield call.get("function"), _FUNCTION_KEYS, "messages.tool_calls.function"
+
+
+def _list_refused(asked: Mapping[str, Any], why: Mapping[str, str]) -> str:
+    """The first refused fields with their values and reasons, and how many more there are."""
+    first = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({reason})" for name, reason in list(why.items())[:3]]
+    return ", ".join(first) + (f" and {len(why) - 3} more" if len(why) > 3 else "")
 
 
 def list_asked(given: Mapping[str, Any] | None, place: str, known: Set[str] = frozenset()) -> list[str]:

@@ -411,13 +411,6 @@ class _Reader:
     def read_given(self, role: Literal["system", "user"], place: str, content: Content) -> None:
         """Read a content of the user's, or the instruction."""
         waiting: list[dict[str, Any]] = []
-
-        def end_message() -> None:
-            if waiting:
-                message = {"role": role, "content": simplify_parts(waiting)}
-                self.conversation.messages.append(cast(Message, message))
-                waiting.clear()
-
         if role == "user" and not content.parts:
             raise HttpError(400, f"{place}.parts must have at least one part, got none", param=f"{place}.parts")
         for k, part in enumerate(content.parts or ()):
@@ -426,16 +419,27 @@ class _Reader:
             kind = part.get_kind(inner)
             if part.thought:
                 raise refuse_misplaced(inner, "thought", role)
-            if kind == "text":
-                waiting.append({"type": "text", "text": part.text or ""})
-            elif role == "user" and part.function_response is not None:
-                end_message()
+            if role == "user" and part.function_response is not None:
+                self._add_message(role, waiting)
+                waiting = []
                 self._read_response(f"{inner}.functionResponse", part.function_response)
-            elif role == "user" and kind in ("inlineData", "fileData"):
-                waiting.append(self._make_image(inner, part))
             else:
-                raise refuse_misplaced(inner, kind, role)
-        end_message()
+                waiting.append(self._make_given_part(inner, kind, part, role))
+        self._add_message(role, waiting)
+
+    def _make_given_part(self, place: str, kind: str, part: ContentPart, role: str) -> dict[str, Any]:
+        """A text or an image in the OpenAI form; an instruction has texts only."""
+        if kind == "text":
+            return {"type": "text", "text": part.text or ""}
+        if role == "user" and kind in ("inlineData", "fileData"):
+            return self._make_image(place, part)
+        raise refuse_misplaced(place, kind, role)
+
+    def _add_message(self, role: str, parts: list[dict[str, Any]]) -> None:
+        """Add the message that has these parts, if there are any."""
+        if parts:
+            message = {"role": role, "content": simplify_parts(parts)}
+            self.conversation.messages.append(cast(Message, message))
 
     def read_reply(self, parts: Iterable[tuple[str, ContentPart]]) -> None:
         """Read all parts of one reply."""

@@ -483,6 +483,13 @@ def _end_reply(conversation: ConversationBuilder, reply: _Reply | None) -> None:
         conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
 
 
+def _check_reasoning(conversation: ConversationBuilder, place: str, item: ReasoningItem) -> None:
+    """Check the extra keys of the texts of a reasoning item."""
+    for name, texts in (("summary", item.summary), ("content", item.content)):
+        for text in texts or ():
+            conversation.check_extra(MESSAGE_KEYS, text.model_extra, f"{place}.{name}")
+
+
 def _add_to_reply(
     conversation: ConversationBuilder,
     reply: _Reply,
@@ -496,9 +503,7 @@ def _add_to_reply(
         _check_arguments(place, arguments)
         reply.calls.append(make_call(item.call_id, _flatten_name(item.namespace, item.name), arguments))
     elif isinstance(item, ReasoningItem):
-        for name, texts in (("summary", item.summary), ("content", item.content)):
-            for text in texts or ():
-                conversation.check_extra(MESSAGE_KEYS, text.model_extra, f"{place}.{name}")
+        _check_reasoning(conversation, place, item)
         reply.reasoning += _read_reasoning(place, item)
     elif isinstance(item.content, str):
         reply.content += item.content

@@ -115,13 +115,23 @@ def _find_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | 
         return None
     if isinstance(schema.get("$ref"), str):
         return _find_types(_resolve(schema["$ref"], root), root, depth + 1)
-    if isinstance(schema.get("type"), str):
-        return {schema["type"], "null"} if _may_be_null(schema) else {schema["type"]}
-    if isinstance(schema.get("type"), list):
-        return {name for name in schema["type"] if isinstance(name, str)}
+    if isinstance(schema.get("type"), (str, list)):
+        return _read_type(schema)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             return _union(_find_types(option, root, depth + 1) for option in schema[key])
+    return _read_values(schema)
+
+
+def _read_type(schema: Mapping[str, Any]) -> set[str]:
+    """The types that the key `type` of a schema names."""
+    if isinstance(schema["type"], str):
+        return {schema["type"], "null"} if _may_be_null(schema) else {schema["type"]}
+    return {name for name in schema["type"] if isinstance(name, str)}
+
+
+def _read_values(schema: Mapping[str, Any]) -> set[str] | None:
+    """The types of the values that a schema lists; None if it lists none."""
     if isinstance(schema.get("enum"), list):
         return {_get_type(value) for value in schema["enum"]}
     return {_get_type(schema["const"])} if "const" in schema else None
