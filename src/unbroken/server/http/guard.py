@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unbroken.server.config import ServerConfig, is_loopback
 from unbroken.server.http.access import Access
 from unbroken.server.http.errors import GOOGLE_METHODS, HttpError, error_response, shorten
-from unbroken.server.http.idempotency import Idempotency, ReplayBody, is_kept_for_retries
+from unbroken.server.http.idempotency import Idempotency, ReplayBody
 from unbroken.server.metrics import Metrics
 
 AUTHORIZED = "unbroken.authorized"
@@ -57,7 +57,7 @@ class Guard:
             self._check(scope)
             body = await self._read_body(scope, receive)
             if body is not None:
-                app = self._repeatable if is_kept_for_retries(scope) else self._app
+                app = self._repeatable if self._repeatable.takes(scope) else self._app
                 work = asyncio.ensure_future(app(scope, ReplayBody(body), sender))
                 await self._wait(work, receive, sender)
         except HttpError as error:

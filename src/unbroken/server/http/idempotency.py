@@ -81,8 +81,9 @@ class ReplayBody:
 
 
 class Idempotency:
-    """An ASGI application for the requests of `is_kept_for_retries`, inside the guard, whose cancellation ends the work
-    only if no other request waits for it.
+    """An ASGI application inside the guard, for the requests that it `takes`.
+
+    The guard's cancellation ends the work only if no other request waits for it.
     """
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, grace_s: float = 2.0) -> None:
@@ -93,6 +94,11 @@ class Idempotency:
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
         """Oldest first."""
         self._kept_bytes = 0
+
+    @staticmethod
+    def takes(scope: Scope) -> bool:
+        """Whether the answer of a request is kept under its key: not where the application keeps its answers itself."""
+        return scope["method"] == "POST" and not scope.get(KNOWS_RETRIES) and _HEADER in dict(scope["headers"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, as ASGI has it."""
@@ -195,11 +201,6 @@ class Idempotency:
                 return
             del self._kept[key]
             self._kept_bytes -= kept.size
-
-
-def is_kept_for_retries(scope: Scope) -> bool:
-    """Whether the answer of a request is kept under its key, unless the application keeps its answers itself."""
-    return scope["method"] == "POST" and not scope.get(KNOWS_RETRIES) and _HEADER in dict(scope["headers"])
 
 
 def refuse_reused_key() -> HttpError:
