@@ -64,16 +64,22 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
     if address == _LOCAL:
         # Ray would write a token that everybody on this machine may read. Whoever has it runs code as this user.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        ray.init(address=_LOCAL, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+        try:
+            ray.init(address=_LOCAL, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+        except Exception as error:  # a node that does not come up in time is a plain Exception
+            raise InvalidInputError(
+                f"--address local needs Ray, which does not start on this machine: {_first_line(error)} (its logs are "
+                "in /tmp/ray/session_latest/logs, unless RAY_TMPDIR names another folder)"
+            ) from None
         return
     if not is_untrusted:
         check_token_file(os.environ)
     try:
         ray.init(address=address or "auto", **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # also of what Ray starts and does not find
         raise InvalidInputError(
             f"--address must be that of a Ray cluster, got {address or 'auto'}: start one (docs/cluster.md), or give "
-            f"--address local for this machine alone ({error})"
+            f"--address local for this machine alone ({_first_line(error)})"
         ) from None
     if not (is_untrusted or is_token_auth_enabled()):
         ray.shutdown()
@@ -81,6 +87,11 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
             "the Ray cluster has no token, so whoever reaches its ports can run code: start it with RAY_AUTH_MODE="
             "token (docs/cluster.md), or give --no-ray-token"
         )
+
+
+def _first_line(error: Exception) -> str:
+    """The type of an error of Ray and the first line of its text, which may go on with a traceback."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def check_token_file(variables: Mapping[str, str]) -> None:

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unbroken.errors import InvalidInputError, MetricsError, UnbrokenError, missing_extra
+from unbroken.model_source import check_model_source
 from unbroken.rendering.base import Renderer
 from unbroken.retokenising.comparison import TemplateTexts
 from unbroken.retokenising.summary import summarize_retokenised
@@ -251,8 +252,6 @@ def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None =
     Raises:
         InvalidInputError: it is none of them, or no tokenizer is found.
     """
-    from transformers import AutoConfig
-
     from unbroken.runs.export.checkpoint import find_checkpoint
     from unbroken.training.state import read_state
 
@@ -270,14 +269,12 @@ def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None =
             origin = read_state(checkpoint).state.model
             source = tokenizer or ("" if origin is None else origin.source)
             return EvaluatedModel(name=name, folder=checkpoint, is_checkpoint=True, source=source)
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise InvalidInputError("no such folder")
-        AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             "--model must be the folder of a whole model (config.json), of a run, or of a checkpoint, a hub's name, or "
             f"a server's URL, got {name!r}: {str(error).partition(chr(10))[0]}"
         ) from None
+    check_model_source(name, name="--model")
     return EvaluatedModel(name=name, source=tokenizer or name)
 
 

@@ -58,6 +58,12 @@ class FunctionName(str):
             return FunctionName(f"{file}{colon}{folder / name}")
         return FunctionName(f"{folder / file}{colon}{name}") if file.endswith(".py") else self
 
+    def check_file(self, *, name: str) -> None:
+        """Raise `InvalidInputError` if it is a function of a Python file that is not there; `name` is the setting."""
+        file = self.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            raise InvalidInputError(f"{name} must name a file that exists, got {file}: there is no such file")
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         """For values of configs: any text."""

@@ -31,7 +31,7 @@ from unbroken.runs.config import RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
 from unbroken.runs.process_file import record_process
 from unbroken.runs.processes import end_together, main_process_first
-from unbroken.runs.python_files import load_module
+from unbroken.runs.python_files import FunctionName, load_module
 from unbroken.runs.settings import Section, build, describe, load_toml, read_options, read_table, section_of
 from unbroken.runs.signals import run_until_terminated
 
@@ -55,7 +55,11 @@ class Recipe:
 
     def configure(self, options: Sequence[str]) -> RunConfig:
         """Build the config; options override file values. Raises `InvalidInputError` if one is missing or wrong."""
-        config: RunConfig = build(self.section, {**self.values, **read_options(options, self.section)})
+        values = {**self.values, **read_options(options, self.section)}
+        for name, value in values.items():
+            if type(value) is FunctionName:  # before what is missing: `--env nothing.py:Env` alone is a wrong file
+                value.check_file(name=name)
+        config: RunConfig = build(self.section, values)
         return config
 
 

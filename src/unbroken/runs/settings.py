@@ -380,21 +380,27 @@ def read_options(words: Sequence[str], section: Section) -> dict[str, Any]:
     return values
 
 
-def read_table(table: Mapping[str, Any], section: Section, *, source: str, folder: Path | None) -> dict[str, Any]:
-    """Read the values in a TOML table, its paths relative to `folder`; an `InvalidInputError` begins with `source`."""
+def read_table(
+    table: Mapping[str, Any], section: Section, *, source: str, folder: Path | None, top: Collection[str] = ()
+) -> dict[str, Any]:
+    """Read the values in a TOML table, its paths relative to `folder`; an `InvalidInputError` begins with `source`.
+
+    `top` are the names at the top of the file that the table is in; without any, it is the file's own table.
+    """
     values: dict[str, Any] = {}
     fields = {_last(field.name): field for field in section.fields}
     inner = {_last(each.prefix.removesuffix(".")): each for each in section.sections}
+    top = top or fields.keys() | inner.keys()
     for key, value in table.items():
         name = f"{source}{section.prefix}{key}"
         if key in fields:
-            values[fields[key].name] = _check_value(fields[key], value, name, folder)
+            values[fields[key].name] = _check_value(fields[key], value, name, folder, top)
         elif key not in inner:
-            raise _unknown_field(name, section.prefix + key, section)
+            raise _unknown_key(name, key, section, top)
         elif not isinstance(value, Mapping):
             raise InvalidInputError(f"{name} must be a table of {_names(inner[key].fields)}, got {value!r}")
         else:
-            values |= read_table(value, inner[key], source=source, folder=folder)
+            values |= read_table(value, inner[key], source=source, folder=folder, top=top)
     return values
 
 
@@ -501,7 +507,7 @@ def _list_values(config: Any, *, prefix: str) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _check_value(field: Field, value: Any, name: str, folder: Path | None) -> Any:
+def _check_value(field: Field, value: Any, name: str, folder: Path | None, top: Collection[str] = ()) -> Any:
     """Convert a TOML value to its field's type; in a list of configs, each table is read like a section."""
     config_class = _config_class_in(field)
     if config_class is None:
@@ -513,7 +519,7 @@ def _check_value(field: Field, value: Any, name: str, folder: Path | None) -> An
     for k, table in enumerate(value):
         section = section_of(config_class, prefix=f"{field.name}[{k}].")
         source = name.removesuffix(field.name)
-        configs.append(build(section, read_table(table, section, source=source, folder=folder)))
+        configs.append(build(section, read_table(table, section, source=source, folder=folder, top=top)))
     return tuple(configs)
 
 
@@ -532,6 +538,17 @@ def _find_reason(name: str, section: Section) -> str | None:
             if own in part.elsewhere:
                 return part.elsewhere[own]
     return None
+
+
+def _unknown_key(shown_name: str, key: str, section: Section, top: Collection[str]) -> InvalidInputError:
+    """The error for an unknown key of a table in a file that has the names `top` at its top."""
+    if key not in top or key in section.elsewhere:
+        return _unknown_field(shown_name, section.prefix + key, section)
+    # TOML gives each line to the last table above it, and a file's options are often written one by one.
+    return InvalidInputError(
+        f"{shown_name} must be a field of the recipe, and {key} is one at the top of the file: move it above the first "
+        "table, because TOML gives a line after [table] or [[table]] to that table"
+    )
 
 
 def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInputError:

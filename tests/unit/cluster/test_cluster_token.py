@@ -29,3 +29,17 @@ def test_a_token_that_others_may_read_is_refused_unless_another_one_is_used(
     check_token_file({"RAY_AUTH_TOKEN_PATH": "/run/secrets/token"})
     file.chmod(0o600)
     check_token_file({})
+
+
+@pytest.mark.parametrize("address", ["local", "10.0.0.1:6379"])
+def test_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    from unbroken.cluster import driver
+
+    def fail(**options: object) -> None:
+        raise Exception("The current node timed out during startup.\nTraceback ...")
+
+    monkeypatch.setattr(driver.ray, "init", fail)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    with pytest.raises(InvalidInputError, match=r"--address .*Exception: The current node timed out") as caught:
+        driver._connect(address, is_untrusted=False)
+    assert "\n" not in str(caught.value)

@@ -42,6 +42,7 @@ loop.num_steps = 1
 data.file = "prompts.jsonl"
 rewards = [{function = "rewards.py:score"}]
 """
+ABOVE = "must be a field of the recipe, and {} is one at the top of the file: move it above the first table"
 MISTAKES = {
     "no TOML": ("model = ", [], "must be a TOML file"),
     "no field": (TASK.replace("rewards", "rewrds"), [], "did you mean rewards?"),
@@ -52,6 +53,12 @@ MISTAKES = {
     "no data": (TASK, ["--data.file", "rows.jsonl"], "data.file must name a file that exists, got rows.jsonl: there"),
     "no rewards": (TASK.replace("rewards.py", "r.py"), [], "rewards[0].function must name a file that exists, got"),
     "no folder": (TASK.replace("nobody", "./nobody"), [], "got './nobody/nothing': there is no such folder"),
+    "a line after a list's table": (
+        TASK + "[[evaluation_sets]]\nname = 'a'\nloop.max_staleness = 1\n",
+        [],
+        ABOVE.format("loop"),
+    ),
+    "a line after a table": (TASK + "[trainer]\noutput = 'runs/a'\n", [], "trainer.output " + ABOVE.format("output")),
     "no recipe": (None, [], "there is no such file"),
 }
 """The TOML file, options, and a part of the error."""
@@ -74,6 +81,10 @@ def test_a_mistake_in_a_config_is_found_before_torch_is_loaded(tmp_path: Path) -
         if text is not None:
             file.write_text(text)
         commands.append(([str(file), *options], message))
+    commands.append(
+        (["--env", "nothing.py:Env", "--model", "m"], "environment must name a file that exists, got nothing.py")
+    )
+    commands.append((["--env", "nothing.py:Env"], "environment must name a file that exists, got nothing.py"))
     _expect_without_torch(tmp_path, commands)
 
 

@@ -517,6 +517,15 @@ async def open_engine(options: EngineOptions) -> TransformersEngine:
     return await asyncio.to_thread(_load_engine, options)
 
 
+def _check_device(name: str) -> None:
+    """Raise `InvalidInputError` for a device that is none of torch's, or not on this machine: before a model loads."""
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # torch without CUDA raises an AssertionError
+        first_line = str(error).partition("\n")[0]
+        raise InvalidInputError(f"--device must be one that torch can use here, got {name!r}: {first_line}") from None
+
+
 def _load_engine(options: EngineOptions) -> TransformersEngine:
     parser = argparse.ArgumentParser(prog="unbroken serve --engine transformers", add_help=False, allow_abbrev=False)
     parser.add_argument("--dtype", default="auto")
@@ -527,6 +536,7 @@ def _load_engine(options: EngineOptions) -> TransformersEngine:
     parser.add_argument("--numerics", choices=list(Numerics), default=Numerics.FAST)
     arguments = parser.parse_args(list(options.words))
     auto: Any = AutoModelForCausalLM if options.image_processor is None else AutoModelForImageTextToText
+    _check_device(arguments.device)
     model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
     return TransformersEngine(
         model,

@@ -60,7 +60,12 @@ class RolloutNote:
         """Of a rollout's record (docs/rollouts.md)."""
         conversation = find_conversation(record)
         last = next((each for each in reversed(conversation) if each.get("role") == "assistant"), None)
-        answers = (join_texts([each]) for each in conversation if each.get("role") == "tool")
+        answers = (
+            # Of a whole message, the tool's name would come first.
+            join_texts([{"content": each.get("content")}])
+            for each in conversation
+            if each.get("role") == "tool"
+        )
         expected, error = find_expected(record.get("data")), record.get("error")
         return RolloutNote(
             group=str(record.get("group")),

@@ -107,7 +107,7 @@ class Config(RunConfig):
             if not self.rewards:
                 raise InvalidInputError(
                     "rewards must hold at least one function or model without an environment: [[rewards]] function = "
-                    '"rewards.py:name"'
+                    '"rewards.py:name" in the recipe, or --reward rewards.py:name of `unbroken eval`'
                 )
             if self.environment_arguments:
                 raise InvalidInputError(
@@ -135,9 +135,7 @@ class Config(RunConfig):
         named |= {f"rewards[{k}].function": each.function for k, each in enumerate(self.rewards)}
         named |= {f"tools[{k}]": each for k, each in enumerate(self.tools)}
         for name, value in named.items():
-            file = str(value).rpartition(":")[0]
-            if value is not None and file.endswith(".py") and not Path(file).is_file():
-                raise InvalidInputError(f"{name} must name a file that exists, got {file}: there is no such file")
+            FunctionName(value or "").check_file(name=name)
         data = {"data": self.data}
         data |= {f"evaluation_sets[{k}].data": each.data for k, each in enumerate(self.evaluation_sets)}
         for name, each in data.items():

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from support.architectures import tiny_model
+from unbroken.engines.registry import EngineOptions
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
-from unbroken.errors import EngineError
+from unbroken.engines.transformers.engine import open_engine
+from unbroken.errors import EngineError, InvalidInputError
+from unbroken.images.decoder import ImageLimits
 from unbroken.types import FinishReason, SampleRequest, SamplingParams, token_ids
 from unbroken.weights.sources import TensorSource
 
@@ -150,3 +153,12 @@ async def test_a_row_that_breaks_takes_no_other_with_it() -> None:
     assert isinstance(bad, EngineError)
     assert good == expected
     await engine.close()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+async def test_a_device_that_torch_cannot_use_is_refused_before_the_model_is_loaded(device: str) -> None:
+    options = EngineOptions(
+        model="nobody/nothing", words=("--device", device), decode=str, image_limits=ImageLimits(), max_top_logprobs=0
+    )
+    with pytest.raises(InvalidInputError, match=f"--device must be one that torch can use here, got '{device}': "):
+        await open_engine(options)

@@ -237,3 +237,14 @@ def test_the_page_is_that_of_the_rules():
     text = tool.PAGE.read_text("utf-8")
     assert text == tool.make_page(text), "run python tools/write_troubleshooting.py"
     assert all(f'<a id="{rule.name}"></a>' in text for rule in RULES)
+
+
+def test_the_answer_of_a_tool_that_failed_is_read_without_the_tools_name():
+    failed = {
+        "role": "tool",
+        "tool_call_id": "call0",
+        "name": "lookup",
+        "content": "Error: lookup failed with ValueError",
+    }
+    note = RolloutNote.of({"group": "a", "messages": [{"role": "user", "content": "a"}, failed], "turns": []})
+    assert note.tool_answer == "Error: lookup failed with ValueError"

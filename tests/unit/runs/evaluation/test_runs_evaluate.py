@@ -209,7 +209,13 @@ def test_a_compressed_data_file_is_a_task():
     [
         ("recipe.txt", "", "TASK must be a recipe (.py, .toml), a data set's file (.jsonl, .json, .parquet, .csv), or"),
         ("no.toml", "", "RECIPE must be a Python or TOML file, got no.toml: there is no such file"),
-        (RECIPE, "--model /no/folder", "or a server's URL, got '/no/folder': no such folder"),
+        (
+            RECIPE,
+            "--model /no/folder",
+            "--model must be a folder or the hub's name of a model, got '/no/folder': there",
+        ),
+        (RECIPE, "--model {empty}/../emty", "emty': there is no such folder: did you mean"),
+        ("{rows}", "--model {model}", "or --reward rewards.py:name of `unbroken eval`"),
         (RECIPE, "--model {empty}", "CHECKPOINT must be a checkpoint's folder or that of a run with one"),
         (RECIPE, "--model http://127.0.0.1:9", "no answer from http://127.0.0.1:9 in 2 tries"),
         (RECIPE, "--model {model} --model {model}", "--model must be different models, got"),
@@ -228,11 +234,12 @@ def test_a_compressed_data_file_is_a_task():
 )
 def test_what_cannot_be_evaluated_is_said_in_one_sentence(tmp_path, model, capsys, task, words, message):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     shutil.copytree(model, tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "model.safetensors", 1000)
     words = words.format(model=model, empty=tmp_path / "empty", broken=tmp_path / "broken")
     output = "" if "--output" in words else f"--output {tmp_path / 'out'}"
-    assert main(["eval", task, *output.split(), *words.split()]) == 1
+    assert main(["eval", task.format(rows=tmp_path / "rows.jsonl"), *output.split(), *words.split()]) == 1
     assert message in capsys.readouterr().err
 
 
