@@ -182,7 +182,8 @@ def load_recipe(path: Path | None) -> Recipe:
     if path is None:
         return _recipe_from_module(importlib.import_module(BUILT_IN), Path("built-in recipe"))
     if not path.is_file():
-        raise InvalidInputError(f"RECIPE must be a Python or TOML file, got {path}: there is no such file")
+        found = "it is a folder" if path.is_dir() else "there is no such file"
+        raise InvalidInputError(f"RECIPE must be a Python or TOML file, got {path}: {found}")
     match path.suffix:
         case ".py":
             return _recipe_from_module(load_module(path), path)

@@ -76,6 +76,7 @@ def test_a_mistake_in_a_config_is_found_before_torch_is_loaded(tmp_path: Path) -
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "rewards.py").write_text("def score(completions): ...\n")
     commands = []
+    commands.append((["."], "RECIPE must be a Python or TOML file, got .: it is a folder"))
     for name, (text, options, message) in MISTAKES.items():
         file = tmp_path / f"{name}.toml"
         if text is not None:
