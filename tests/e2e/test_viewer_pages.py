@@ -161,7 +161,8 @@ STEPS = "[...document.querySelectorAll('.rows tbody tr')].map(({cells: [a, b]}) 
 def test_one_table_has_all_rollouts_of_a_run_by_what_is_asked_for_and_its_url_says_what(browser, table):
     browser.open(f"{table.url}#table/0?")
     wait_for_rows(browser, "14 of 14 rollouts")
-    assert "expected" in read(browser, ".rows thead")
+    assert "prompt expected given" in read(browser, ".rows thead")
+    assert browser.run("document.querySelector('.rows [data-name=prompt]').innerText") == "Question 0"
     assert "onerror=hacked()> \\u202eright to left \\u0000 is 01" in read(browser, ".rows")
     browser.type("#filter-text", "IS 11")
     wait_for_rows(browser, "1 of 14 rollouts · reward 1.25")

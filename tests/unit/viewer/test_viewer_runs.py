@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -13,7 +14,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from support.fake_renderer import END
-from support.recorded import make_forked, make_row, make_trajectory, write_metrics, write_run, write_step
+from support.recorded import (
+    make_forked,
+    make_row,
+    make_trajectory,
+    make_turn,
+    write_metrics,
+    write_run,
+    write_step,
+)
 from support.rollouts import play
 from support.scripted_env import ScriptedEnv
 from support.servers import server_tokenizer
@@ -22,6 +31,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.rollout.env import Rewrite
+from unbroken.runs.records.files import summarize
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.models import Tokenizers
@@ -275,3 +285,35 @@ def test_a_run_of_50_steps_with_128_rollouts_opens_in_2_s(tmp_path):
     assert resources.get("run/0/step/49/rollout/127")["record"]["rows"][0]["token_ids"] == list(range(1200))
     assert time.process_time() - start < 2.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+
+
+def test_a_file_whose_columns_have_no_prompts_yet_has_the_same_lines(tmp_path):
+    write_step(tmp_path, 0, [make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)]), make_forked()], num_kept=1)
+    before = json.loads(json.dumps(open_runs([tmp_path]).get("run/0/table")["rows"]))
+    assert [each["prompt"][:14] for each in before] == ["What is 2 + 2?", "<script>hacked"]
+    path = tmp_path / "rollouts" / "step-00000000.rank-0.jsonl.gz"
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    del lines[0]["columns"]["prompt"], lines[0]["columns"]["problem"]
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    resources = open_runs([tmp_path])
+    assert json.loads(json.dumps(resources.get("run/0/table")["rows"])) == before
+    assert resources.get("run/0/step/0/rollout/1")["record"]["trajectory"] == "g0/1"
+
+
+def test_a_problem_is_the_row_of_the_data_set_or_what_stands_before_the_first_answer():
+    data = {"index": 3, "columns": {"question": "2 + 2", "answer": "4"}}
+    examples = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    question = {"role": "user", "content": "2 + 2"}
+
+    def identify(answer, *, before=(question,), data=None):
+        message = {"role": "assistant", "content": answer}
+        turns = [make_turn(1, message)]
+        record = make_trajectory("g0/0", [], messages=[*before, message], turns=turns, data=data)
+        return summarize(record)["problem"], summarize(record)["prompt"]
+
+    (same, prompt), (other, _) = identify("4"), identify("5")
+    assert (same, prompt) == (other, "2 + 2")
+    assert identify("4", before=[*examples, question]) == (identify("7", before=[*examples, question])[0], "2 + 2")
+    assert identify("4", before=[*examples, question])[0] != same
+    changed = {"index": 9, "columns": data["columns"]}
+    assert identify("4", data=data)[0] == identify("4", before=examples[:1], data=changed)[0] != same

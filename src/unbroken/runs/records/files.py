@@ -7,6 +7,7 @@ rollouts/images/SHA256                    the image files that they refer to
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import json
 import logging
@@ -39,6 +40,7 @@ TEXTS = "texts"
 """The kind of the line with the texts that a search looks at, after a first line with `columns`."""
 _MAX_ERROR = 200
 _MAX_ANSWER = 100
+_MAX_PROMPT = 160
 _EXPECTED = re.compile(r"answer|solution|target|label|expected|ground.?truth|gold|reward_model", re.IGNORECASE)
 _NO_TEXT = frozenset({"role", "type", "sha256", "id", "tool_call_id"})
 _MAX_INFLATION, _MAX_SMALL_BYTES = 200, 64 << 20
@@ -161,6 +163,7 @@ def summarize(record: Mapping[str, Any], *, max_text: int = MAX_TEXT) -> dict[st
         **{name: record.get(name) for name in ("group", "trajectory", "status", "reward", "wall_time_s")},
         "error": None if error is None else error[:_MAX_ERROR],
         **_list_parts(record.get("reward_parts") or {}),
+        "prompt": _find_prompt(record), "problem": _identify_problem(record),
         "expected": None if expected is None else expected[-_MAX_ANSWER:],
         "given": _find_given(record),
         "num_rows": len(rows), "is_trained": any(row.get("is_trained") for row in rows),
@@ -216,6 +219,31 @@ def find_conversation(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     branches = [own for row in record.get("rows") or () if (own := row.get("messages"))]
     newest = max((own for own in branches if own[0] == 0), key=max, default=range(len(messages)))
     return [messages[number] for number in newest]
+
+
+def _identify_problem(record: Mapping[str, Any]) -> str:
+    """What is the same for all rollouts of a problem, at any step and of any run: 16 hexadecimal digits.
+
+    It is made of the row of the data set; without one, of the messages before the first answer.
+    """
+    columns = (record.get("data") or {}).get("columns")
+    text = json.dumps(columns or _list_given(record), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]  # as `_encode` writes it
+
+
+def _find_prompt(record: Mapping[str, Any]) -> str | None:
+    """The beginning of the last message that is not the policy's before its first answer: the question."""
+    given = _list_given(record)
+    return join_texts(given[-1:]).strip()[:_MAX_PROMPT] if given else None
+
+
+def _list_given(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The messages before the first answer that was sampled: a prompt may have answers as examples."""
+    messages, turns = find_conversation(record), record.get("turns") or []
+    first = turns[0].get("message") if turns else None
+    places = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
+    sampled = next((n for n in places if messages[n] == first), places[0] if places else len(messages))
+    return messages[:sampled]
 
 
 def _find_given(record: Mapping[str, Any]) -> str | None:

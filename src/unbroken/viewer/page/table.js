@@ -231,16 +231,16 @@ function makeTable(state, rows) {
   const { parts } = state.found.offers;
   const columns = [['step', 'step', (each) => each.set ? `${each.number} ${makeVisible(each.set)}` : each.number], ['reward', 'reward', (each) => format(each.reward, 3)],
     ...(parts.length > 1 ? parts.slice(0, 6).map((part) => [`part:${part}`, makeVisible(part), (each) => format(each[`part:${part}`], 3)]) : []),
-    [null, 'expected', (each) => makeCell(each.expected, 40)], [null, 'given', (each) => makeCell(each.given, 70)], ['ids', 'ids', (each) => each.num_sampled],
+    [null, 'prompt', (each) => makeStart(each.prompt, 70)], [null, 'expected', (each) => makeCell(each.expected, 40)], [null, 'given', (each) => makeCell(each.given, 70)], ['ids', 'ids', (each) => each.num_sampled],
     ['turns', 'turns', (each) => each.num_turns], ['mismatch', 'mismatch', (each) => format(each.max_abs, 2)], ['advantage', 'advantage', (each) => format(each.advantage, 2)], ['time', 's', (each) => format(each.wall_time_s, 3)]];
-  const known = { expected: (each) => each.expected !== null, mismatch: (each) => isNumber(each.max_abs), advantage: (each) => isNumber(each.advantage), s: (each) => isNumber(each.wall_time_s), turns: (each) => each.num_turns > 1 };
+  const known = { prompt: (each) => each.prompt, expected: (each) => each.expected !== null, mismatch: (each) => isNumber(each.max_abs), advantage: (each) => isNumber(each.advantage), s: (each) => isNumber(each.wall_time_s), turns: (each) => each.num_turns > 1 };
   const used = columns.filter(([, name]) => !(name in known) || rows.some(known[name]));
   const sortBy = (key) => { choice.descending = choice.sort === key ? !choice.descending : true; choice.sort = key; state.change(); drawForm(state); };
   const mark = (key) => (choice.sort === key ? (choice.descending ? ' ↓' : ' ↑') : '');
   return el('table', { class: 'rows' }, el('thead', {}, el('tr', {}, used.map(([key, name]) => el('th', { 'aria-sort': choice.sort === key ? (choice.descending ? 'descending' : 'ascending') : null },
     key ? el('button', { type: 'button', id: `sort-${key}`, title: `sort by ${name}`, click: () => sortBy(key) }, `${name}${mark(key)}`) : name)), el('th', {}, 'status'))),
   el('tbody', { click: (event) => event.target.closest('tr')?.querySelector('a').click() }, rows.map((each) => el('tr', { class: FLAGS.failed[1](each) ? 'failed' : null },
-    used.map(([, name, read], n) => el('td', { 'data-name': name, class: ['expected', 'given'].includes(name) ? 'words' : 'number' }, n === 0 ? link(['rollout', state.run, each.step, each.index], read(each), { title: makeVisible(each.trajectory), click: (event) => event.stopPropagation() }) : read(each))),
+    used.map(([, name, read], n) => el('td', { 'data-name': name, class: ['prompt', 'expected', 'given'].includes(name) ? 'words' : 'number' }, n === 0 ? link(['rollout', state.run, each.step, each.index], read(each), { title: makeVisible(each.trajectory), click: (event) => event.stopPropagation() }) : read(each))),
     el('td', { class: 'marks' }, each.status === 'completed' ? null : el('span', { class: 'status odd' }, makeVisible(each.status)), listMarks(each).map((text) => el('span', { class: 'mark' }, makeVisible(text))))))));
 }
 
@@ -248,6 +248,12 @@ function makeTable(state, rows) {
 function makeCell(text, size) {
   const line = (text || '–').replace(/\s+/g, ' ');
   return makeVisible(line.length > size ? `… ${line.slice(-size)}` : line);
+}
+
+/* The beginning of a text on a line: that is where a question is. */
+function makeStart(text, size) {
+  const line = (text || '–').replace(/\s+/g, ' ');
+  return makeVisible(line.length > size ? `${line.slice(0, size)} …` : line);
 }
 
 function listMarks(each) {
