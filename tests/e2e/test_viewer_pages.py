@@ -206,7 +206,7 @@ def test_the_next_rollout_is_found_beyond_the_lines_that_are_shown(browser, tabl
     browser.open(f"{table.url}#table/0?sort=-reward&set=training")
     browser.run("shownTable.size = 2, refreshTable()")
     browser.wait("document.querySelectorAll('.rows tbody tr').length === 2")
-    browser.run("document.querySelectorAll('.rows tbody a')[1].click()")
+    browser.run("document.querySelectorAll('.rows tbody td:first-child a')[1].click()")
     browser.wait("document.querySelector('main h1').innerText.startsWith('2-1/0')")
     browser.press("n")
     browser.wait("document.querySelector('main h1').innerText.startsWith('2-0/1')")
@@ -217,6 +217,78 @@ def test_the_next_rollout_is_found_beyond_the_lines_that_are_shown(browser, tabl
     browser.wait("document.querySelector('.results > button')?.innerText === 'show 10 more of 12'")
     browser.click(".results > button")
     browser.wait("document.querySelectorAll('.rows tbody tr').length === 12")
+
+
+def write_two_models(folder) -> list[str]:
+    """Two runs of the same two problems, whose second learns the first problem; and an evaluation of it."""
+    for name, rewards in (("one", [0.0, 0.0, 0.0]), ("two", [0.0, 0.5, 1.0])):
+        for step, reward in enumerate(rewards):
+            members = [
+                make_trajectory(
+                    f"{step}-{problem}/{k}",
+                    [make_row(range(4), num_prompt=2)],
+                    reward=reward if problem == 0 else 0.25,
+                    data={"columns": {"question": f"Question {problem}", "answer": "7"}},
+                    messages=[
+                        {"role": "user", "content": f"Question {problem}"},
+                        {"role": "assistant", "content": f"{name} says {HOSTILE} at {step}"},
+                    ],
+                )
+                for problem in range(2)
+                for k in range(2)
+            ]
+            write_step(folder / name, step, members, num_rollouts=4)
+        write_step(folder / name, 2, members[:1], folder="evaluations/math", set="math")
+        write_metrics(folder / name, 3)
+    return [str(folder / "one"), str(folder / "two")]
+
+
+def read_problem(browser: Browser) -> None:
+    assert read(browser, "h1") == "Problem 14 rollouts of one, two"
+    assert read(browser, ".question") == "Question 0"
+    titles = "[...document.querySelectorAll('figcaption')].map((node) => node.innerText)"
+    assert browser.run(titles) == ["reward in training", "reward in evaluations (math)"]
+    rows = "[...document.querySelectorAll('.by-step tbody tr')].map((row) => row.innerText.split(/\\s+/).join(' '))"
+    assert browser.run(rows)[4:] == [
+        *("step 0 0 ± 0 0 0", "step 1 0.5 ± 0 0.5 0.5", "step 2 1 ± 0 1 1"),
+        "evaluation math after 2 steps 1 1",
+    ]
+    assert "hacked" in browser.run("document.querySelector('.by-step .chip').title")
+    browser.run("document.querySelectorAll('.by-step')[1].querySelectorAll('.chip')[2].click()")
+    browser.wait("document.querySelector('main h1').innerText.startsWith('1-0/0')")
+
+
+@pytest.fixture
+def two_models(tmp_path) -> Iterator[ViewerServer]:
+    with ViewerServer(open_runs(write_two_models(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_problem_has_its_rollouts_of_all_steps_evaluations_and_runs(browser, two_models):
+    browser.open(f"{two_models.url}#table/1?set=training&sort=step")
+    wait_for_rows(browser, "12 of 13")
+    browser.click(".rows [data-name=prompt] a")
+    browser.wait("document.querySelector('.by-step') !== null")
+    read_problem(browser)
+    browser.run("[...document.querySelectorAll('.head a')].find((a) => a.innerText.includes('at all steps')).click()")
+    browser.wait("document.querySelector('.by-step') !== null")
+    browser.open(f"{two_models.url}#step/1/1")
+    assert read(browser, ".group a.quiet") == "Question 0"
+    browser.open(f"{two_models.url}#problem/nowhere")
+    assert "no rollout of this problem was kept" in read(browser)
+
+
+def test_an_export_has_the_problems_of_two_runs(browser, tmp_path):
+    assert main(["view", *write_two_models(tmp_path), "--export", str(tmp_path / "page")]) == 0
+    browser.open(f"{(tmp_path / 'page/index.html').as_uri()}#table/0?")
+    wait_for_rows(browser, "13 of 13")
+    browser.click(".rows [data-name=prompt] a")
+    browser.wait("document.querySelector('.by-step') !== null")
+    read_problem(browser)
 
 
 def test_filters_are_saved_under_a_name_in_the_browser(browser, table):

@@ -88,6 +88,8 @@ def test_files_with_and_without_columns_have_the_same_lines_and_texts_are_found_
     assert find("fork=rewritten_history&step=1..2") == find("is=truncated,forked&reward=..0.5&step=1") == [(1, 1)]
     assert find("sort=-reward&variance=1&mismatch=0.1..") == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert find("part=exact&value=1..1&status=completed&sort=part:exact&ids=2..2&set=training") == [(0, 0), (1, 0)]
+    problem = table["rows"][1]["problem"]
+    assert find(f"problem={problem}") == [(0, 1), (1, 1)]
     assert find("part=none&value=1") == find("status=failed") == []
     assert resources.get(f"run/0/step/{evaluated}/rollout/0")["set"] == "Größe 100%"
     write_step(tmp_path, 1, members[:1], num_rollouts=1)

@@ -1,5 +1,5 @@
 // Which view is shown: by the hash of the URL. `#run`, `#table/RUN?FILTERS`, `#step/RUN/STEP?FILTERS`,
-// `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`. STEP is a number, or that of an evaluation: NUMBER@SET.
+// `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`, `#problem/PROBLEM`. STEP is a number, or that of an evaluation: NUMBER@SET.
 'use strict';
 
 const POLL_MS = 4000;
@@ -19,8 +19,8 @@ async function route() {
   const { id } = document.activeElement ?? {};
   try {
     known ??= await getObject('index');
-    drawTop(known, kind, numbers);
-    const node = await makeView(known, kind, numbers);
+    drawTop(known, kind, kind === 'problem' ? [] : numbers);
+    const node = await (kind === 'problem' ? showProblem(known, rest[0]) : makeView(known, kind, numbers));
     if (ticket !== shown) return;
     if (kind !== 'rollout') shownRollout = null;
     view.replaceChildren(node);
@@ -59,6 +59,7 @@ function drawTop(index, kind, [run, step, number]) {
   if (index.runs[own]?.kind === 'run') places.push(link(['table', `${own}?`], 'all rollouts'));
   if (step !== undefined) places.push(link(['step', run, step], isStore(index, run) ? namePage(step) : makeVisible(nameStep(step))));
   if (number !== undefined) places.push(el('span', {}, isStore(index, run) ? nameSession(step, number) : `rollout ${number}`));
+  if (kind === 'problem') places.push(el('span', {}, 'problem'));
   document.title = `${places.map((place) => place.textContent).join(' · ')} – unbroken view`;
   document.getElementById('top').replaceChildren(el('b', {}, 'unbroken'), ...places,
     el('span', { class: 'soft live' }, isExport ? 'exported' : index.runs.map((each) => each.state).join(', ')),
@@ -89,7 +90,7 @@ async function poll() {
     for (const path of [...objects.keys()]) {
       if (changed.some((n) => path === `run/${n}` || path.startsWith(`run/${n}/`))) objects.delete(path);
     }
-    const isRun = !/^#(table|step|rollout)\//.test(location.hash);
+    const isRun = !/^#(table|step|rollout|problem)\//.test(location.hash);
     const isUsed = document.querySelector('details.metrics[open], .chart:hover');
     const top = window.scrollY;
     if (changed.length && isRun && !isUsed) await route();

@@ -31,7 +31,7 @@ async function findList(run, step, number) {
   }
   if (place === list.rows.length - 1 && list.total > list.rows.length) await list.more();
   const at = (n) => list.rows[n] && [list.rows[n].step ?? list.step, list.rows[n].index];
-  return { place, total: list.total ?? list.rows.length, previous: at(place - 1), next: at(place + 1), list: list.place };
+  return { place, problem: list.rows[place]?.problem, total: list.total ?? list.rows.length, previous: at(place - 1), next: at(place + 1), list: list.place };
 }
 
 /* The branch that went on: of those of the first conversation, or that do not begin anew, the one with the latest turn. */
@@ -80,7 +80,7 @@ function makeRolloutHead(state) {
   return el('section', { class: 'head' },
     el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of `, link(['step', run, step], rollout.session ? namePage(step) : makeVisible(nameStep(step))))),
     el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))),
-    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' ',
+    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' ', rollout.kind === 'tinker' || rollout.session || !state.problem ? null : [link(['problem', state.problem], 'this problem at all steps'), ' '],
       button('copy record', 'copy the record of this rollout as JSON', () => copyText(JSON.stringify(record)))),
     rollout.session ? makeSessionFacts(rollout.session) : null, makeAnswers(rollout),
     record.error && el('pre', { class: 'problem' }, makeVisible(record.error)),

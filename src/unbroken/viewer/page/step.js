@@ -101,6 +101,7 @@ function drawGroups(run, summary, groups, found, bounds) {
     const lines = makeLines(run, summary.step, shown);
     return el('section', { class: 'group' },
       el('h2', {}, `Group ${makeVisible(group)} `, el('span', { class: 'soft' }, `reward ${format(mean(rewards), 3)}, ${spread > 1e-9 ? `± ${format(spread, 3)}` : 'no variance'}`)),
+      members[0].prompt ? el('p', { class: 'snippet' }, link(['problem', members[0].problem], makeStart(members[0].prompt, 120), { title: 'this problem at all steps', class: 'quiet' })) : null,
       makeStrip(run, summary.step, members, found, bounds), isFolded ? el('details', {}, el('summary', {}, plural(shown.length, 'rollout')), lines) : lines);
   }).filter(Boolean);
   return el('div', { class: isFolded ? 'folded' : null }, drawn);

@@ -22,7 +22,7 @@ const FLAGS = {
 /* What of both is offered for the sequences of a Tinker server, beside the search. */
 const OF_SEQUENCES = ['truncated', 'failed', 'group', 'ids'];
 const RANGES = { reward: 'reward', value: 'component', ids: 'sampled ids', mismatch: 'mismatch', step: 'step' };
-const WORDS = { text: 'q', status: 'status', fork: 'fork', set: 'set', part: 'part' };
+const WORDS = { text: 'q', status: 'status', fork: 'fork', set: 'set', part: 'part', problem: 'problem' };
 const VIEWS = 'unbroken-views';
 /* What was chosen stays for the next step. */
 const choice = {};
@@ -32,7 +32,7 @@ let shownList = null;
 let shownTable = null;
 
 function clearChoice() {
-  Object.assign(choice, { text: '', status: '', fork: '', set: '', part: '', flags: new Set(), variance: false, sort: 'group', descending: true });
+  Object.assign(choice, { text: '', status: '', fork: '', set: '', part: '', problem: '', flags: new Set(), variance: false, sort: 'group', descending: true });
   for (const name of Object.keys(RANGES)) choice[name] = [null, null];
 }
 
@@ -70,6 +70,7 @@ function isIn([low, high], value) {
 function isChosen(each) {
   const text = choice.text.toLowerCase();
   return (!choice.status || each.status === choice.status)
+    && (!choice.problem || each.problem === choice.problem)
     && (!choice.fork || each.forks.includes(choice.fork))
     && (!choice.set || (each.set || 'training') === choice.set)
     && isIn(choice.reward, each.reward) && isIn(choice.ids, each.num_sampled) && (each.number === undefined || isIn(choice.step, each.number))
@@ -231,7 +232,7 @@ function makeTable(state, rows) {
   const { parts } = state.found.offers;
   const columns = [['step', 'step', (each) => each.set ? `${each.number} ${makeVisible(each.set)}` : each.number], ['reward', 'reward', (each) => format(each.reward, 3)],
     ...(parts.length > 1 ? parts.slice(0, 6).map((part) => [`part:${part}`, makeVisible(part), (each) => format(each[`part:${part}`], 3)]) : []),
-    [null, 'prompt', (each) => makeStart(each.prompt, 70)], [null, 'expected', (each) => makeCell(each.expected, 40)], [null, 'given', (each) => makeCell(each.given, 70)], ['ids', 'ids', (each) => each.num_sampled],
+    [null, 'prompt', (each) => link(['problem', each.problem], makeStart(each.prompt, 70), { title: 'this problem at all steps', class: 'quiet', click: (event) => event.stopPropagation() })], [null, 'expected', (each) => makeCell(each.expected, 40)], [null, 'given', (each) => makeCell(each.given, 70)], ['ids', 'ids', (each) => each.num_sampled],
     ['turns', 'turns', (each) => each.num_turns], ['mismatch', 'mismatch', (each) => format(each.max_abs, 2)], ['advantage', 'advantage', (each) => format(each.advantage, 2)], ['time', 's', (each) => format(each.wall_time_s, 3)]];
   const known = { prompt: (each) => each.prompt, expected: (each) => each.expected !== null, mismatch: (each) => isNumber(each.max_abs), advantage: (each) => isNumber(each.advantage), s: (each) => isNumber(each.wall_time_s), turns: (each) => each.num_turns > 1 };
   const used = columns.filter(([, name]) => !(name in known) || rows.some(known[name]));
@@ -285,7 +286,7 @@ function pressListKey(key) {
     return Boolean(document.getElementById('filter-text'));
   }
   if (key !== 'j' && key !== 'k') return false;
-  const links = [...document.querySelectorAll('.rows tbody a, .rollouts a')].filter((each) => each.checkVisibility());
+  const links = [...document.querySelectorAll('.rows tbody a:not(.quiet), .rollouts a, .by-step .chip')].filter((each) => each.checkVisibility());
   const here = links.indexOf(document.activeElement);
   links[Math.min(links.length - 1, Math.max(0, here + (key === 'j' ? 1 : -1)))]?.focus();
   return links.length > 0;

@@ -159,6 +159,8 @@ class Table:
             chosen &= self._get(name) > 0
         if status := asked.get("status"):
             chosen &= np.array([each == status for each in self._chain("status")], dtype=bool)
+        if problem := asked.get("problem"):
+            chosen &= np.array([each == problem for each in self._chain("problem")], dtype=bool)
         if fork := asked.get("fork"):
             chosen &= np.array([fork in each for each in self._chain("forks")], dtype=bool)
         if chosen_set := asked.get("set"):
