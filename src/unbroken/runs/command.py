@@ -332,8 +332,10 @@ def run_train(arguments: argparse.Namespace) -> int:
             shown = () if "--help-all" in options else COMMON_FIELDS
             _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc, shown=shown))
             return 0
+        words = [str(arguments.recipe), *options] if arguments.recipe is not None else ["--env", *options[1:]]
         return run_command(
-            lambda: run_recipe(arguments.recipe, options), advice="the same command continues from the last checkpoint"
+            lambda: run_recipe(load_recipe(arguments.recipe), options, words=words),
+            advice="the same command continues from the last checkpoint",
         )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "training needs the train extra", "train") from error

@@ -1,4 +1,7 @@
-"""Load the user's Python: a whole file, or one function or tool, written `rewards.py:correct` or `module:name`."""
+"""Load the user's Python: a whole file, or one function or tool, written `rewards.py:correct` or `module:name`.
+
+`fit:correct` is one that was given to `unbroken.fit` as it is: it is in no file that could be loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +21,22 @@ from pydantic_core import core_schema
 
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.failures import format_error, format_frames
+
+GIVEN = "fit:"
+"""The beginning of the names that a config has for what was given to `unbroken.fit`."""
+given_objects: ContextVar[Mapping[str, Any]] = ContextVar("given_objects", default={})  # noqa: B039  never changed
+"""What this call of `unbroken.fit` was given, by the names that its config has for it: `fit:correct`."""
+
+
+def get_given(reference: str, *, field: str) -> Any:
+    """Get what was given to `unbroken.fit` by its name; an `InvalidInputError` begins with `field`."""
+    found = given_objects.get()
+    if reference not in found:
+        raise InvalidInputError(
+            f"{field} must name something in a file or package here, got {reference!r}: that was given to unbroken.fit "
+            "in Python, and only that call has it"
+        )
+    return found[reference]
 
 
 def load_module(path: Path) -> ModuleType:
@@ -98,7 +119,9 @@ class ModelName(FunctionName):
 def load_function(reference: FunctionName, *, field: str, kinds: tuple[type[Any], ...] = ()) -> Any:
     """Load the function, or an object of one of `kinds`; an `InvalidInputError` begins with `field`."""
     source, _, name = reference.rpartition(":")
-    if source.endswith(".py"):
+    if reference.startswith(GIVEN):
+        found = get_given(str(reference), field=field)
+    elif source.endswith(".py"):
         _, found = load_object(Path(reference), field=field)
     else:
         found = _load_from_package(source, name, reference, field)
@@ -120,6 +143,8 @@ def _load_from_package(module: str, name: str, reference: str, field: str) -> An
 def load_object(reference: Path, *, field: str) -> tuple[str, Any]:
     """Load `file.py:name`; returns the name and the object. An `InvalidInputError` begins with `field`."""
     file, colon, name = str(reference).rpartition(":")
+    if str(reference).startswith(GIVEN):
+        return name, get_given(str(reference), field=field)
     if not (colon and file.endswith(".py") and name.isidentifier()):
         raise InvalidInputError(f"{field} must be written file.py:name, got {str(reference)!r}")
     module = load_module(Path(file))

@@ -99,18 +99,23 @@ open_recipe: ContextVar[OpenRecipe | None] = ContextVar("open_recipe", default=N
 """None in a script that calls `train_model` itself."""
 
 
-def run_recipe(path: Path | None, options: Sequence[str]) -> None:
-    """Run a recipe, the built-in one without a file, or continue the run in its output folder.
+def run_recipe(
+    recipe: Recipe,
+    options: Sequence[str] = (),
+    *,
+    words: Sequence[str] = (),
+    digests: Mapping[str, str] | None = None,
+) -> None:
+    """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder.
 
-    Of several processes, the first claims the folder.
+    `words` open the recipe again in a sampler's process; without them there are no samplers. `digests` are of what
+    belongs to the run and is in no file, by names that stay the same.
 
     Raises:
-        InvalidInputError: the recipe or an option is wrong, or the folder is another run's.
+        InvalidInputError: an option, or what the recipe names, is wrong, or the folder is another run's.
         Terminated: SIGTERM came; engines and files are closed.
     """
-    recipe = load_recipe(path)
     config = recipe.configure(options)
-    words = [str(path), *options] if path is not None else ["--env", *options[1:]]
     with ExitStack() as stack:
         opened = OpenRecipe(name=recipe.name, words=words, code=recipe.code)
         stack.callback(open_recipe.reset, open_recipe.set(opened))
@@ -118,7 +123,7 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
             settings = describe(config)
-            files = digest_files(settings, code=recipe.code)
+            files = digest_files(settings, code=recipe.code) | dict(digests or {})
             claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
             if is_first:
                 stack.enter_context(record_process(config.output))

@@ -271,10 +271,10 @@ class SamplerProcesses:
             InvalidInputError: samplers could not open the recipe, or this process cannot listen.
         """
         recipe, config = open_recipe.get(), opener.config
-        if recipe is None:
+        if recipe is None or not recipe.words:
             raise InvalidInputError(
-                "rollouts.samplers must be 0 and rollouts.listen left out in a script that calls train_model itself: "
-                "samplers open the recipe again, so start it with `unbroken train RECIPE`"
+                "rollouts.samplers must be 0 and rollouts.listen left out in unbroken.fit and in a script that calls "
+                "train_model itself: samplers open the recipe again, so start it with `unbroken train RECIPE`"
             )
         rollouts, key = config.rollouts, secrets.token_urlsafe(24)
         host, port = "127.0.0.1", 0

@@ -6,10 +6,12 @@ SIGTERM ──► the run's task is cancelled ──► engines, servers and fil
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from unbroken.threads import exit_in
@@ -41,12 +43,35 @@ def run_command(work: Callable[[], object], *, advice: str) -> int:
 
 
 def run_until_terminated(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run `main` in its own event loop, and return its result.
+    """Run `main` in its own event loop, and return its result. Where a loop runs, as in a notebook, in its own thread.
 
     Raises:
         Terminated: SIGTERM came. A step that is still computed in a thread holds up the process for 15 s at most.
     """
-    return asyncio.run(_run(main))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(_run(main))
+    return _run_in_thread(main)
+
+
+def _run_in_thread(main: Coroutine[Any, Any, _T]) -> _T:
+    """Run `main` in a thread, with this one's context variables; an interrupt, as of a notebook, cancels it."""
+    opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def run() -> _T:
+        opened.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await main
+
+    with ThreadPoolExecutor(1, thread_name_prefix="unbroken run") as pool:
+        done = pool.submit(contextvars.copy_context().run, asyncio.run, run())
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            loop, task = opened.result()
+            if not done.done() and task is not None:
+                loop.call_soon_threadsafe(task.cancel)
+            raise  # once the pool is closed, which waits until the run has closed what it had open
 
 
 async def _run(main: Coroutine[Any, Any, _T]) -> _T:

@@ -20,6 +20,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tools import Tool
 from unbroken.runs.prompts.images import UndecodedRows, count_features, find_sources, identify, place_images
+from unbroken.runs.python_files import GIVEN, get_given
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSED = ".gz"
@@ -242,6 +243,8 @@ class Rows:
 
 
 def _load(config: DataConfig) -> Any:
+    if config.name.startswith(GIVEN):
+        return get_given(config.name, field="data.hub")
     for file in config.files:
         if not file.exists():
             raise InvalidInputError(f"the data set {config.name} cannot be loaded: there is no such file as {file}")
