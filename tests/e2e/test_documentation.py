@@ -500,6 +500,9 @@ def test_the_own_task_of_getting_started_is_trained_as_its_page_says(workplace: 
     )
     run_shell(f"cd first; ({shell}) 2> log")
     assert (folder / "runs" / "first" / "final" / "model.safetensors").exists()
+    (folder / "fit.py").write_text(block("docs/getting-started.md", "import json\n\nimport unbroken"))
+    run_shell("cd first; python fit.py 2> log-of-fit")
+    assert (folder / "runs" / "fit" / "final" / "model.safetensors").exists()
     correct = run_python(block("docs/getting-started.md", "def correct(completions, answer):"))["correct"]
     assert correct(['Answer: "zavi"', "zavi"], ["zavi", "zavi"]) == [1.0, 0.0]
 
