@@ -30,6 +30,7 @@ from unbroken.gateway.options import (
 from unbroken.runs.agent import add_agent_parser, run_agent
 from unbroken.runs.command import (
     add_check_argument,
+    add_doctor_parser,
     add_eval_parser,
     add_numerics_parser,
     add_sampler_parser,
@@ -37,7 +38,6 @@ from unbroken.runs.command import (
     make_check,
     run_eval,
 )
-from unbroken.runs.diagnosis.diary import add_doctor_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options

@@ -1,4 +1,4 @@
-"""The commands `unbroken train RECIPE`, or `--env NAME` for the built-in recipe, `unbroken sampler` and `numerics`."""
+"""The commands `unbroken train RECIPE`, or `--env NAME` for the built-in recipe, `sampler`, `numerics` and `doctor`."""
 
 from __future__ import annotations
 
@@ -296,6 +296,84 @@ def run_numerics(arguments: argparse.Namespace) -> int:
     else:
         print(describe(reports))
     return 0 if all(report.is_exact for report in reports if report.numerics == "exact") else 1
+
+
+_ENDINGS = {
+    "running": "it is running",
+    "finished": "it has finished",
+    "failed": "it ended with an error",
+    "interrupted": "it was interrupted (Ctrl-C), and the same command continues it",
+    "terminated": "it was terminated (SIGTERM), and the same command continues it",
+    "died": "its process is gone",
+}
+
+
+def add_doctor_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is wrong with a run, an evaluation or a task, and what to do",
+        description="Say what is wrong with a run or an evaluation, and what to do: from its metrics, its rollouts and "
+        "how it ended. It may run, have ended, or have died. Of a task (.toml, .py): load its model, sample a few "
+        "rollouts and say what they show, without training. The status is 0, whatever is found.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run or an evaluation, or a task"
+    )
+    doctor.add_argument("--json", action="store_true", help="print what is found as JSON: a list for each folder")
+    doctor.set_defaults(run=run_doctor, parser=doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis of each folder, or make the preflight of a task; returns the exit status.
+
+    Raises:
+        InvalidInputError: a folder holds neither a run nor an evaluation, or a task is wrong.
+        PolicyMismatchError: the engine of a task samples from another policy than its trainer's.
+    """
+    from unbroken.runs.diagnosis.diary import diagnose_folder, format_finding
+
+    if any(map(_is_task, arguments.runs)):
+        if len(arguments.runs) > 1 or arguments.json:
+            arguments.parser.error("a task must be given alone, without --json")
+        return run_command(lambda: _check_task(arguments.runs[0]), advice="nothing was written")
+    found = {folder: diagnose_folder(folder) for folder in arguments.runs}
+    if arguments.json:
+        of_all = {str(folder): [asdict(each) for each in findings] for folder, (_, findings) in found.items()}
+        print(json.dumps(of_all, indent=1))
+        return 0
+    for folder, (evidence, findings) in found.items():
+        silence = "nothing is found: no rule of docs/troubleshooting.md speaks"
+        if evidence.num_steps == 0:
+            silence = "no step has ended, so there is nothing to judge"
+        said = [format_finding(each, folder) for each in findings] or [silence]
+        print(f"{folder}: {_describe_evidence(evidence)}", *said, sep="\n")
+    return 0
+
+
+def _is_task(path: Path) -> bool:
+    return path.suffix in (".toml", ".py") and not path.is_dir()
+
+
+def _describe_evidence(evidence: Any) -> str:
+    """What a folder holds, and how it ended, in a few words."""
+    number, ending = evidence.num_steps, _ENDINGS.get(evidence.ending.status)
+    kind = "an evaluation" if evidence.is_evaluation else f"{number} step{'s' * (number != 1)}"
+    return kind if ending is None else f"{kind}; {ending}"
+
+
+def _check_task(path: Path) -> None:
+    """Compare the policies of a task's engine and trainer, and make its preflight; its output folder stays as it is."""
+    try:
+        from unbroken.runs.run import check_without_training
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "a task needs the train extra", "train") from error
+    from unbroken.runs.recipe import OpenRecipe, load_recipe, run_without_training
+
+    recipe = load_recipe(path)
+    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, evaluate=check_without_training)
+    run_without_training(recipe, recipe.configure(["--preflight", "true"]), opened)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

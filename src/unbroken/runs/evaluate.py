@@ -134,7 +134,7 @@ def evaluate_task(
     files = digest_files(settings, code=recipe.code)
     report = _begin_report(config.output, task, settings | files | weights)
 
-    async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
+    async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet], **_: Any) -> None:
         sized = [choose_size(each, config, num_problems, num_samples) for each in sets]
         evaluation = _Evaluation(
             recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy,
@@ -345,7 +345,8 @@ class _Evaluation:
     async def _evaluate(self, model: EvaluatedModel, label: str, folder: Path) -> dict[str, dict[str, Measure]]:
         found: dict[str, dict[str, Measure]] = {}
         sets: dict[str, Any] = {}
-        async with self._open(model, folder) as evaluators:
+        async with self._open(model, folder) as (evaluators, loaded):
+            await self._look_before(evaluators[0], model.source, loaded)
             for each in evaluators:
                 problems = f"{label}: {each.name}, {each.num_problems} problems x {each.num_samples}"
                 num_kept, begun_s = len(each.read_kept()), time.perf_counter()
@@ -363,6 +364,17 @@ class _Evaluation:
         entry = {"model": label, "name": model.name, "tokenizer": model.source, "folder": str(folder), "sets": sets}
         self.report["models"].append(entry)
         return found
+
+    async def _look_before(self, evaluator: Evaluator, source: str, model: Any) -> None:
+        """Make the preflight on the first set, unless that has begun, or has hardly more rollouts than a preflight."""
+        from unbroken.runs.preflight import NUM_ROLLOUTS, Preflight
+
+        is_small = evaluator.num_problems * evaluator.num_samples < 4 * NUM_ROLLOUTS
+        if self.config.preflight and not is_small and not evaluator.read_kept():
+            preflight = Preflight(
+                config=self.config, source=source, model=model, sampler=evaluator.sampler, trains=False
+            )
+            await preflight.run(self.console)
 
     async def _retokenise(self, model: EvaluatedModel, evaluator: Evaluator) -> dict[str, Any]:
         """What retokenising would have changed in the rollouts that are kept."""
@@ -400,8 +412,8 @@ class _Evaluation:
         return found[0]
 
     @asynccontextmanager
-    async def _open(self, model: EvaluatedModel, folder: Path) -> AsyncIterator[list[Evaluator]]:
-        """Open the engine of a model, and make its evaluators."""
+    async def _open(self, model: EvaluatedModel, folder: Path) -> AsyncIterator[tuple[list[Evaluator], Any]]:
+        """Open the engine of a model, and make its evaluators; also yields the model, or None if it is elsewhere."""
         from unbroken.runs.samplers import SamplerOpener
 
         config, (first, *others) = replace(self.config, output=folder), [each.problems for each in self.sets]
@@ -418,7 +430,8 @@ class _Evaluation:
                 said = await check_policy(config, engine, own, renderer, is_asked=self.checks_policy)
                 self.console.print(said, soft_wrap=True, end="\n" if said else "")
             opened = await opener.open(stack, engine=engine, renderer=renderer, images=images)
-            yield make_evaluators(self.sets, config.evaluation, opened, **shared)
+            evaluators = make_evaluators(self.sets, config.evaluation, opened, **shared)
+            yield evaluators, None if isinstance(loaded, str) else loaded
 
 
 async def check_policy(

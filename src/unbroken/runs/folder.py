@@ -68,6 +68,7 @@ _MAY_CHANGE = (
     "evaluation.",
     "rollout_log.",
     "log_completions",
+    "preflight",
     "trackers.",
     "profile_steps",
 )

@@ -67,7 +67,7 @@ def follow_run(
     _check_engine(config.engine, training)
     found: list[dict[str, Any]] = []
 
-    async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
+    async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet], **_: Any) -> None:
         if join_processes().num_processes > 1:
             raise InvalidInputError("`unbroken eval` must be started as one process, without a launcher")
         sized = [choose_size(each, config, num_problems, num_samples) for each in sets]

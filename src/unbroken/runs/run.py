@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -43,10 +44,12 @@ from unbroken.runs.models import (
 )
 from unbroken.runs.observer import RunProgress, TrainingObserver
 from unbroken.runs.policy_check import PolicyCheck, choose_max_k3
+from unbroken.runs.preflight import Preflight
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.profiler import FOLDER as PROFILES
 from unbroken.runs.profiler import StepProfiler, parse_steps
 from unbroken.runs.python_files import load_function
+from unbroken.runs.recipe import open_recipe
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
@@ -59,6 +62,7 @@ from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads
 from unbroken.training.trainer import Trainer
+from unbroken.training.waits import fail_together
 from unbroken.types import Numerics
 
 _logger = logging.getLogger(__name__)
@@ -88,6 +92,7 @@ async def run(
         num_steps, trainer, records = config.loop.num_steps, opened.trainer, training.records
         if not trainer.from_main_process(bool(find_checkpoints(training.checkpoints.folder))):
             await training.observer.check_policy()  # a run that continues does so once its engine has its weights
+            await _look_before(config, opened, records.progress.console)
         await training.evaluations.evaluate(0, "before")
         with keep_loop_responsive():
             await train(
@@ -114,6 +119,33 @@ async def run(
         address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
         print(f"model at {address}")
     return opened, rollouts
+
+
+async def check_without_training(config: RunConfig, *, model: str | Path, train_on: Problems, **_: Any) -> None:
+    """Open a run, compare its policies, and make its preflight: `unbroken doctor TASK`. Writes into no output folder.
+
+    Raises:
+        PolicyMismatchError: engine and trainer have two policies.
+    """
+    accelerator, console = join_accelerator(config, None), Console()
+    here = replace(config.rollouts, samplers=0, listen=None, key_file=None)
+    with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:
+        own = replace(config, rollouts=here, output=Path(folder))  # logs and weights of an engine that is started
+        async with open_run(own, model=model, train_on=train_on, evaluate_on=[], accelerator=accelerator) as opened:
+            max_k3 = choose_max_k3(config, config.engine, opened.model)
+            check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
+            console.print(await check.run(), soft_wrap=True, highlight=False)
+            await _look_before(config, opened, console)
+
+
+async def _look_before(config: RunConfig, run: OpenRun, console: Console) -> None:
+    """Make the preflight of a command in its first process, for which the others wait; other scripts have none."""
+    if not config.preflight or open_recipe.get() is None:
+        return
+    async with fail_together(run.trainer):
+        if run.trainer.is_main_process:
+            what = {"source": run.source, "model": run.model, "num_processes": run.rank.num_processes}
+            await Preflight(config=config, sampler=run.sampler, **what).run(console)
 
 
 def join_accelerator(config: RunConfig, accelerator: Accelerator | None) -> Accelerator:

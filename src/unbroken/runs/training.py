@@ -71,7 +71,7 @@ async def train_model(
         await run_as_sampler(config, recipe.sampler, model=model, train_on=train_on, sets=sets)
         raise NotTrained
     if recipe is not None and recipe.evaluate is not None:
-        await recipe.evaluate(config, model=model, sets=sets)
+        await recipe.evaluate(config, model=model, train_on=train_on, sets=sets)
         raise NotTrained
     from unbroken.runs.run import run  # torch and transformers
 

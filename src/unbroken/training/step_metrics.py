@@ -174,7 +174,7 @@ class StepLog:
         known = {**self._take(), **spans}
         found = sum(known.get(f"seconds/{name}") or 0.0 for name in (*_STEP_SPANS, *_OTHER_PARTS))
         other: Metrics = {"seconds/other": None if self._is_ahead else wall_s - found, "seconds/wall": wall_s}
-        return {**known, **other, **_measure_memory()}
+        return {**known, **other, **measure_memory()}
 
     def end_step_of_another(self) -> Metrics:
         """As `end_step`, of a step that another process has made, before a kill."""
@@ -202,7 +202,7 @@ _KERNEL_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _KIB = 1024
 
 
-def _measure_memory() -> Metrics:
+def measure_memory() -> Metrics:
     """The memory of this process, and what is left to it; None for what the system does not say."""
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {

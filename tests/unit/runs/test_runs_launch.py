@@ -119,6 +119,8 @@ async def run(config):
     await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
 """
 """Process 1 is killed while process 0 waits for rollouts, fails (seed 1), or leaves a fork (seed 2)."""
+STEPS_ALONE = {"evaluation.num-problems": 0, "preflight": "false"}
+"""The first process alone has a preflight, and its rollouts never end."""
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_process_that_is_lost_ends_the_others_with_its_name_whatever_they_wait
 ):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(LOSING)
-    words = train_arguments(tmp_path / "run", model, {"evaluation.num-problems": 0, **settings})
+    words = train_arguments(tmp_path / "run", model, {**STEPS_ALONE, **settings})
     words[1] = str(recipe)
     first, _ = run_processes("unbroken", *words, codes=[1, code])  # rollouts would take longer than it waits
     last = first.splitlines()[-1]
@@ -140,7 +142,7 @@ def test_a_process_that_is_lost_ends_the_others_with_its_name_whatever_they_wait
 def test_a_process_whose_fork_lives_longer_than_itself_is_lost_all_the_same(tmp_path, model):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(LOSING)
-    words = train_arguments(tmp_path / "run", model, {"evaluation.num-problems": 0, "seed": 2})
+    words = train_arguments(tmp_path / "run", model, {**STEPS_ALONE, "seed": 2})
     words[1] = str(recipe)
     first, _ = run_processes("unbroken", *words, codes=[1, -9])
     assert first.splitlines()[-1].startswith("unbroken: rank 1 of 2 (process ")

@@ -1,15 +1,14 @@
-"""A run's own diagnosis, step by step; and the command `unbroken doctor RUN`."""
+"""A run's own diagnosis, step by step, and that of a folder."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.diagnosis.evidence import (
@@ -89,67 +88,15 @@ class Diary:
             part.replace(self._folder / DIAGNOSIS_FILE)
 
 
-def format_finding(finding: Finding, folder: Path) -> str:
-    """A finding as lines of text: what is wrong, what to do, and where to look on."""
+def format_finding(finding: Finding, folder: Path | None) -> str:
+    """A finding as lines of text: what is wrong, what to do, and where to look on; of a preflight without a folder."""
+    if folder is None:
+        return f"preflight: {finding.sentence}\n    do: {finding.advice}\n    see: {finding.link}"
     return (
         f"diagnosis: {finding.sentence}\n"
         f"    do: {finding.advice.replace('RUN', shlex.quote(str(folder)))}\n"
         f"    see: unbroken view {shlex.quote(str(folder))}    {finding.link}"
     )
-
-
-_ENDINGS = {
-    "running": "it is running",
-    "finished": "it has finished",
-    "failed": "it ended with an error",
-    "interrupted": "it was interrupted (Ctrl-C), and the same command continues it",
-    "terminated": "it was terminated (SIGTERM), and the same command continues it",
-    "died": "its process is gone",
-}
-
-
-def add_doctor_parser(commands: Any) -> None:
-    """Add the command's parser to `commands`."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what is wrong with a run or an evaluation, and what to do",
-        description="Say what is wrong with a run or an evaluation, and what to do: from its metrics, its "
-        "rollouts and how it "
-        "ended. It may run, have ended, or have died. The status is 0, whatever is found.",
-        allow_abbrev=False,
-    )
-    doctor.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run or an evaluation")
-    doctor.add_argument("--json", action="store_true", help="print what is found as JSON: a list for each folder")
-    doctor.set_defaults(run=run_doctor)
-
-
-def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis of each folder; returns 0.
-
-    Raises:
-        InvalidInputError: a folder holds neither a run nor an evaluation.
-    """
-    found = {folder: diagnose_folder(folder) for folder in arguments.runs}
-    if arguments.json:
-        print(
-            json.dumps(
-                {str(folder): [asdict(each) for each in of_run[1]] for folder, of_run in found.items()}, indent=1
-            )
-        )
-        return 0
-    for folder, (evidence, findings) in found.items():
-        kind = (
-            "an evaluation" if evidence.is_evaluation else f"{evidence.num_steps} step{'s' * (evidence.num_steps != 1)}"
-        )
-        ending = _ENDINGS.get(evidence.ending.status)
-        print(f"{folder}: {kind}{'' if ending is None else f'; {ending}'}")
-        for each in findings:
-            print(format_finding(each, folder))
-        if not findings and evidence.num_steps == 0:
-            print("no step has ended, so there is nothing to judge")
-        elif not findings:
-            print("nothing is found: no rule of docs/troubleshooting.md speaks")
-    return 0
 
 
 def diagnose_folder(folder: Path) -> tuple[Evidence, list[Finding]]:

@@ -114,6 +114,8 @@ class Evidence:
     ending: Ending = field(default_factory=Ending)
     is_evaluation: bool = False
     """Whether the only step is an evaluation."""
+    is_preflight: bool = False
+    """Whether the only step is the rollouts of a preflight."""
 
     def add_step(self, step: Numbers, *, notes: Sequence[RolloutNote] = ()) -> Evidence:
         """The evidence with one step more, and its rollouts in the place of those before."""
@@ -131,7 +133,7 @@ class Evidence:
 
     def get_recent(self, number: int) -> tuple[Numbers, ...]:
         """The last `number` steps; none if there are not so many yet, or all of a run that is over."""
-        is_complete = self.is_evaluation or self.ending.is_over
+        is_complete = self.is_evaluation or self.is_preflight or self.ending.is_over
         return self.last[-number:] if len(self.last) >= number or is_complete else ()
 
 
@@ -154,7 +156,7 @@ def read_evidence(folder: Path) -> Evidence:
     records = _read_newest(folder, FOLDER)
     if evidence.num_steps == 0 and not records and (evaluated := _read_evaluation(folder)):
         notes = tuple(map(RolloutNote.of, choose_evenly(_group(evaluated))))
-        return replace(evidence, is_evaluation=True).add_step(_count_records(evaluated), notes=notes)
+        return replace(evidence, is_evaluation=True).add_step(count_records(evaluated), notes=notes)
     return replace(evidence, notes=tuple(map(RolloutNote.of, choose_evenly(_group(records)))))
 
 
@@ -176,7 +178,7 @@ def read_steps(folder: Path) -> list[Numbers]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
+def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
     """The metrics of rollouts, as far as their records tell, by the names that those of a step have."""
     counts: Counter[str] = Counter()
     rewards: list[float] = []

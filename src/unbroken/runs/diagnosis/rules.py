@@ -117,6 +117,8 @@ def _find_share(
 def _name_span(evidence: Evidence, steps: Sequence[Numbers]) -> str:
     if evidence.is_evaluation:
         return "of the evaluation"
+    if evidence.is_preflight:
+        return "of the preflight"
     return "of the last step" if len(steps) == 1 else f"of the last {len(steps)} steps"
 
 

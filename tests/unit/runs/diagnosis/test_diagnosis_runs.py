@@ -31,6 +31,7 @@ rollouts.group_size = 4
 trainer.optimizer.learning_rate = 1e-3
 loop.num_steps = {steps}
 evaluation.num_problems = 0
+preflight = false
 trackers.names = []
 rewards = [{{function = "rewards.py:score"}}]
 """

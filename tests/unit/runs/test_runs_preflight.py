@@ -1,0 +1,129 @@
+"""The preflight: one screen before a run, an evaluation, or of a task; nothing of the run changes with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.served import save_tiny_model
+from unbroken.cli import main
+from unbroken.runs.records.files import find_records, read_records
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+TASK = """
+model = "{model}"
+data.file = "prompts.jsonl"
+tools = ["rewards.py:shout"]
+output = "{output}"
+rollouts.sampling.max_tokens = 8
+rollouts.limits.max_turns = 2
+rollouts.problems_per_step = 2
+rollouts.group_size = 4
+loop.num_steps = {steps}
+evaluation.num_problems = 2
+rollout_log.groups = 2
+trackers.names = []
+rewards = [{{function = "rewards.py:score"}}]
+"""
+CODE = '''
+from unbroken import tool
+
+@tool
+def shout(text: str) -> str:
+    """Shout.
+
+    Args:
+        text: What to shout.
+    """
+    return text.upper()
+
+def score(completions):
+    return {reward}
+'''
+BEGIN = "preflight: 8 rollouts are sampled"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def task(tmp_path, model) -> Path:
+    return write_task(tmp_path, model)
+
+
+def write_task(folder: Path, model: Path, *, reward: str = "[float(len(text) % 3) for text in completions]") -> Path:
+    rows = [{"prompt": f"What is {k} + {k}?", "answer": str(2 * k)} for k in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(CODE.format(reward=reward))
+    path = folder / "task.toml"
+    path.write_text(TASK.format(model=model, output=folder / "run", steps=2))
+    return path
+
+
+def read_run(folder: Path) -> dict[str, list[dict[str, object]]]:
+    """What a run has recorded, without times, sizes of memory, and the ids that tell rollouts apart."""
+    found = {}
+    for name in ("metrics/metrics.jsonl", "evaluation.jsonl"):
+        found[name] = [_drop_times(json.loads(line)) for line in (folder / name).read_text().splitlines()]
+    for path in find_records(folder / "rollouts").values():
+        found[path.name] = [_drop_times(each) for each in read_records(path)]
+    return found
+
+
+def _drop_times(value):
+    if isinstance(value, dict):
+        timed = ("seconds", "memory/", "idle/", "wall_time", "times", "tokens_per_s/", "queue_s")
+        return {name: _drop_times(each) for name, each in value.items() if not name.startswith(timed)}
+    return [_drop_times(each) for each in value] if isinstance(value, list) else value
+
+
+def test_what_a_run_records_of_its_steps_is_the_same_with_and_without_a_preflight(tmp_path, task, capsys):
+    for name in ("true", "false"):
+        # With fast numerics the last bits depend on which rows share a batch, and that on how busy the machine is.
+        options = ["--preflight", name, f"--output={tmp_path / name}", "--trainer.numerics=exact"]
+        assert main(["train", str(task), *options]) == 0
+        assert (BEGIN in capsys.readouterr().out) == (name == "true")
+    with_it, without = read_run(tmp_path / "true"), read_run(tmp_path / "false")
+    assert len(with_it["metrics/metrics.jsonl"]) == 2
+    assert len(with_it) == 4, "two steps have rollouts"
+    assert with_it == without
+
+
+def test_a_run_that_continues_makes_no_second_preflight(task, capsys):
+    for steps, times in ((1, 1), (2, 0)):
+        assert main(["train", str(task), f"--loop.num-steps={steps}"]) == 0
+        assert capsys.readouterr().out.count(BEGIN) == times
+
+
+def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_path, task, capsys):
+    assert main(["doctor", str(task)]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ")}
+    assert {"device", "model", "rows", "output", "tools", "turns", "rewards", "memory"} <= lines.keys()
+    assert "one policy with the trainer" in shown
+    assert "the prompt shows them" in lines["tools"]
+    assert "40; 2 x 4 rollouts a step" in lines["rows"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_rollouts_of_a_preflight_are_judged_by_the_rules_of_the_diagnosis(tmp_path, model, capsys):
+    task = write_task(tmp_path, model, reward="[0.0 for _ in completions]")
+    assert main(["doctor", str(task)]) == 0
+    shown = capsys.readouterr().out
+    assert "preflight: every reward so far is 0 (all 8 of the newest rollouts)" in shown
+    assert "docs/troubleshooting.md#equal-rewards" in shown
+
+
+def test_rewards_that_differ_are_no_finding(task, capsys):
+    assert main(["doctor", str(task)]) == 0
+    assert "#equal-rewards" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("problems", "is_made"), [(2, False), (40, True)])
+def test_an_evaluation_has_a_preflight_if_it_is_larger_than_one(task, capsys, problems, is_made):
+    assert main(["eval", str(task), f"--problems={problems}", f"--output={task.parent / 'eval'}"]) == 0
+    assert (BEGIN in capsys.readouterr().err) == is_made
