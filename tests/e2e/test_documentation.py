@@ -145,7 +145,6 @@ NOT_RUN = {
         "docs/troubleshooting.md",
         "unbroken doctor runs/sums",
     ): "the tests of the diagnosis and the preflight run them",
-    ("docs/troubleshooting.md", "diagnosis: every reward"): OUTPUT,
     ("docs/getting-started.md", "docker build"): "needs Docker; the lab notes say how it was built",
     ("docs/getting-started.md", "unbroken demo --steps 10"): "tests/e2e/test_demo.py runs the demo, and takes minutes",
     ("docs/protocols.md", "POST /v1/sample"): WIRE,

@@ -199,7 +199,7 @@ READERS: dict[str, Reader] = {
     ),
     "recipe of a run": Reader(
         make=lambda place: _write(place / "recipe.json", {"recipe": "r", "settings": {"seed": 1}, "files": {}}),
-        read=folder._read, kind="json",
+        read=lambda path: folder.read_recipe(path.parent), kind="json",
     ),
     "recipe of a run, for a page": Reader(
         make=lambda place: _write(place / "recipe.json", {"recipe": "r", "settings": {"model": "m"}}),

@@ -198,7 +198,7 @@ METRIC = Door(
 SETTING = Door(
     {
         "src/unbroken/training/config.py": {
-            '"""With 0, a run evaluates and trains nothing."""\n': "    num_toys: int = 3\n"
+            'With 0, a run evaluates and trains nothing."""\n': "    num_toys: int = 3\n"
             '    """How many toys there are."""\n'
         }
     },

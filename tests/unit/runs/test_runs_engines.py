@@ -76,7 +76,7 @@ async def test_a_server_says_its_numerics_and_a_run_with_exact_ones_refuses_fast
     engine, model = scripted_engine("x"), tiny_qwen3(vocab_size=len(server_tokenizer()))
     how = {"model": model, "source": "tiny", "output": tmp_path, "device": torch.device("cpu"), "rank": Rank()}
     async with listening(make_app(engine)) as url:
-        with pytest.raises(InvalidInputError, match="fast with engine, whose numerics are fast, got exact: start its"):
+        with pytest.raises(InvalidInputError, match="fast with an engine whose numerics are fast, got exact: start"):
             async with open_engine(server(url), **how, numerics=Numerics.EXACT):
                 pass
     engine.numerics, engine.tensor_parallel_size = Numerics.EXACT, 2  # type: ignore[attr-defined]

@@ -10,32 +10,25 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from accelerate import Accelerator
 
 from support import letters_recipe
 from support.length_rules import LONGEST, ORIGINAL, model_with_rule
-from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from support.servers import server_tokenizer
 from unbroken.cli import main
-from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
-from unbroken.runs.collector import Problems
 from unbroken.runs.config import (
     Attention,
     EngineConfig,
     EngineKind,
-    EvaluationConfig,
     LoraConfig,
     ModelSettings,
     Precision,
-    RolloutConfig,
     RunConfig,
 )  # fmt: skip
 from unbroken.runs.engines import open_engine
 from unbroken.runs.models import check_config_changes, find_revision, load_model, prepare_model, warn_about_memory
 from unbroken.runs.processes import Rank
-from unbroken.runs.run import open_run
 from unbroken.training.config import LoopConfig, ParallelConfig, TrainerConfig
-from unbroken.types import SamplingParams
 
 
 def save(folder: Path, rule: str) -> Path:
@@ -72,24 +65,6 @@ def test_a_run_with_longrope_trains_the_policy_that_sampled(phi3, tmp_path, cont
     assert metrics["mismatch/k3"] < 1e-9
     (kl,) = [value for name, value in metrics.items() if name.endswith("kl")]
     assert kl < 1e-9  # the reference has the policy's factors
-
-
-@pytest.mark.usefixtures("fresh_accelerate")
-async def test_evaluations_by_another_rule_are_refused_before_the_run(phi3, tmp_path):
-    async with listening(make_app(scripted_engine("x", context_length=LONGEST))) as url:
-        servers = EngineConfig(kind=EngineKind.SERVER, urls=(url,), weights_dir=tmp_path)
-        config = run_config(
-            output=tmp_path,
-            rollouts=RolloutConfig(sampling=SamplingParams(max_tokens=16)),
-            engine=EngineConfig(embedded=TransformersEngineConfig(context_length=ORIGINAL)),
-            evaluation=EvaluationConfig(engine=servers),
-        )
-        with pytest.raises(InvalidInputError, match=rf"context_length of all engines .* one side of {ORIGINAL}"):
-            async with open_run(
-                config, model=phi3, train_on=Problems(env=lambda _: None), evaluate_on=(),
-                accelerator=Accelerator(cpu=True),
-            ):  # fmt: skip
-                pass
 
 
 @pytest.mark.parametrize("attention", [None, Attention.EAGER, Attention.FLEX])

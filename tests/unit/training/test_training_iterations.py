@@ -96,7 +96,7 @@ def test_each_pass_is_dealt_out_to_minibatches_anew():
     trainer = Trainer(tiny_qwen3(), config)
     dealt: list[list[int]] = []
     deal = trainer._deal_out
-    trainer._deal_out = lambda num_units: dealt.extend(deal(num_units)) or dealt[-2:]
+    trainer._deal_out = lambda scored, idle: dealt.extend(deal(scored, idle)) or dealt[-2:]
     assert trainer.step(rows_of(0)).num_updates == 4
     assert sorted(dealt[0] + dealt[1]) == sorted(dealt[2] + dealt[3]) == list(range(6))
     assert dealt[:2] != dealt[2:]

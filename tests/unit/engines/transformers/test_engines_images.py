@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -101,11 +102,16 @@ async def test_a_request_id_in_use_by_a_request_whose_images_are_prepared_is_ref
 
 
 async def test_an_engine_that_closes_while_images_are_prepared_refuses_their_request(
-    engine: Any, processor: Any
+    engine: Any, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    images, closed = engine._forward.images, threading.Event()
+    prepare = images.prepare
+    # The thread has the images until the engine is closed: else the whole request may be done before.
+    monkeypatch.setattr(images, "prepare", lambda *args: closed.wait() and prepare(*args))
     running = asyncio.create_task(engine.sample(ask_with_images(processor, 5, CAT, 6)))
     await asyncio.sleep(0)
     await engine.close()
+    closed.set()
     with pytest.raises(EngineError, match="closed"):
         await running
 
