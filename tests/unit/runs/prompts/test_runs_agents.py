@@ -161,7 +161,7 @@ def test_a_prompt_that_is_no_task_for_a_known_agent_is_refused_at_the_start(
     ("lines", "words"),
     [
         (
-            ['agent.command = ["a"]', 'agent.function = "b.py:c"'],
+            ['agent.command = ["a"]', 'agent.function = "agent.py:solve"'],
             "agent must have exactly one of function, command and name, got function=",
         ),
         (
