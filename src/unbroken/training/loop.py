@@ -88,7 +88,7 @@ async def train(
         last=last,
     )
     async with _saving_after_outage(steps):
-        await steps.begin(is_published=trainer.policy_version == first_version)
+        await steps.begin(has_engine_version=trainer.policy_version == first_version)
         for step in range(steps.num_made, config.num_steps):
             with observer.around_step(step):
                 await steps.run(step)

@@ -1,8 +1,14 @@
 """A step of training on one page, from prompts to published weights, in the order in which it happens.
 
-    take groups ── rows ── update ── checkpoint ── publish ── metrics ── what comes after
-         ▲                                            │
-    queue: prompts ── groups in flight ── finished    └──► engine
+    take groups ── units ── update ── checkpoint, if due ── publish ── metrics ── what comes after
+         ▲                                                     │
+    queue: prompts ── groups in flight ── finished             └──► engine
+
+    group      the rollouts of one problem (`TrajectoryGroup`)
+    row        ids with their masks, logprobs and advantages (`TrainingSample`)
+    unit       rows that the objective trains together: those of a rollout, or of a pair. It may have none.
+    version    of the weights: `Trainer.step` raises `trainer.policy_version` by one; a publication gives that number
+               and its weights to the engine, whose ids carry it
 
 With `max_staleness` 0 groups are sampled only while the step waits for them, and the weights are published before the
 next ones. Above it this is the same page: the queue samples ahead while a step is made, as far as the bound allows, and
@@ -53,15 +59,15 @@ from unbroken.weights.base import WeightPublisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StepRows:
+class _StepUnits:
     """What a process trains on in one step."""
 
     units: Sequence[Any]
-    """The objective's; `Objective.get_rows` has their rows."""
+    """Of the groups that are trained on; `Objective.get_rows` has the rows of each."""
     replaced: Sequence[Any]
-    """Those of groups that were replaced by others, which are not trained on."""
+    """Units of groups that were replaced by others. They are not trained on."""
     counters: Counters
-    """Of this process's rollouts and dropped rows."""
+    """Of this process's rollouts, and of what is not trained on, by reason."""
     metrics: Metrics
     """Of the rollouts of all processes."""
 
@@ -101,10 +107,17 @@ class StepRunner:
     async def run(self, step: int) -> None:
         """Make a step. Its groups are in memory until this returns, and not while the next ones are waited for.
 
-        An engine may die at any line. Until a group is finished, it is lost and sampled again as a whole, and
-        `_take_groups` waits for the engine. What is finished needs no engine any more: if it dies between sampling and
-        publishing, the step is trained and saved as if nothing had happened, and is not made again. The weights then
-        find no engine, and wait until it is back.
+        An engine may die at any line:
+
+            while a group is sampled    the group is lost, and sampled again as a whole once the engine is back; the
+                                        wait is in `_take_groups`
+            after that, before the      nothing here needs the engine. The step is trained once, the version rises, and
+            weights are published       the checkpoint is written if it is due, as if the engine were there
+            when they are published     they are sent again until the engine is back and has taken them; the wait is in
+                                        `publish`
+            if it stays away            after `OutageConfig.wait_s` the run ends with an `OutageError`. `train` then
+                                        writes a checkpoint of the last step that was trained (`save_last`), due or not,
+                                        and the same command continues from there
         """
         version = self.trainer.policy_version
         with record_function("rollouts"):
@@ -112,24 +125,25 @@ class StepRunner:
         self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
         await check_some_succeeded(groups.sampled, step, self.trainer, self.observer)
         with record_function("train"):
-            await self._update(groups, await self._make_rows(groups))  # no name keeps the rows beyond the update
-        # A checkpoint has the new weights before any engine does. A run that is killed from here on continues from this
-        # step, or from an earlier one with a version above the engine's.
-        await self._save(groups)
+            # Raises the version, if there was anything to train on. No name keeps the rows beyond the update.
+            await self._update(groups, await self._make_units(groups))
+        # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
+        # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
+        # version ever stands for two weights.
+        await self._save_if_due(groups)
         self.log.end_making()
         self.timeline.end(Track.TRAINER)
         self.timeline.count("version, trainer", version=self.trainer.policy_version)
         if self.trainer.policy_version == version:
             self.queue.set_next_version(version)  # nothing was trained; the queue expected one version more
         elif self.config.max_staleness == 0:
-            # If the engine is gone, this waits until it is back and gives it the weights. After OutageConfig.wait_s, or
-            # at once if `train` was given no engine to wait for, the run ends with an OutageError and a checkpoint of
-            # this step, from which it continues.
+            # If the engine is gone, this waits until it is back and has taken the weights; if `train` was given no
+            # engine to wait for, the run ends at once.
             await self.publish()
         else:
-            # If the engine is gone, the publication fails beside the next step, and no group starts from then on. Where
-            # all processes meet next (`end_publication`, or `_take_groups` of the next step) they wait for the engine
-            # as above, together: none may wait alone while the others compute.
+            # If the engine is gone, the publication fails beside the next step, and from then on no group starts. The
+            # processes wait for the engine where they meet next, together: in `_take_groups` of the next step, or in
+            # `end_publication`. None may wait alone while the others compute.
             await self._begin_publication()
         if self.observer.needs_engine(step + 1):
             await self.end_publication()  # an evaluation after this step samples with its weights
@@ -158,8 +172,11 @@ class StepRunner:
             f"last: {format_loss(lost)}): look into the engine's log for the cause, which may be a prompt of this step"
         ) from lost
 
-    async def _make_rows(self, groups: StepGroups) -> _StepRows:
-        """Make rows of the groups. The replaced ones are not trained on, and their rows are counted by reason (I8)."""
+    async def _make_units(self, groups: StepGroups) -> _StepUnits:
+        """Make units of the groups, and the metrics of all processes' rollouts.
+
+        Nothing is left out silently: what is not trained on is counted, by its reason.
+        """
         trainer, log, counters = self.trainer, self.log, Counters()
         sampling_s = await self._begin_log(groups)
         for group in groups.sampled:
@@ -170,40 +187,42 @@ class StepRunner:
                 units = await trainer.make_units(groups.groups, counters)
                 if self.config.replaces_groups:
                     replaced = await trainer.make_units(groups.replaced, counters)
-        num_replaced = sum(map(bool, map(trainer.objective.get_rows, replaced)))
-        counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_replaced)
+        # `make_units` has counted the units that have no rows. Of a replaced group the others are left out here.
+        num_left_out = sum(bool(trainer.objective.get_rows(unit)) for unit in replaced)
+        counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_left_out)
         with log.span("metrics"):
             numbers = RolloutNumbers.of(groups.groups, counters, replaced=groups.replaced)
             everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
             found = {**rollout_metrics(everyone, collect_s=sampling_s), **trainer.objective.get_metrics(units)}
-        return _StepRows(units=units, replaced=replaced, counters=counters, metrics=found)
+        return _StepUnits(units=units, replaced=replaced, counters=counters, metrics=found)
 
-    async def _update(self, groups: StepGroups, rows: _StepRows) -> None:
-        """Update the weights with the rows, unless no process has any to train.
+    async def _update(self, groups: StepGroups, made: _StepUnits) -> None:
+        """Update the weights, unless no process has a row to train.
 
-        Rows that teach nothing say as well whether trainer and sampler have one policy (I9), and are compared before
-        the weights change: a sampler that speaks garbage earns no rewards, so no row of it would teach anything.
+        The trainer scores what it trains on, and refuses it if the sampler had another policy. Some of the rows that it
+        does not train on are scored for the same reason, before the weights change: a sampler that speaks garbage earns
+        no rewards, so none of its rows would be trained on, and none compared.
         """
         trainer, log, num_scored = self.trainer, self.log, self.config.num_zero_variance_scored
         get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
-        num_units = sum(map(bool, map(get_rows, rows.units)))
-        is_trained = await in_any_process(trainer, num_units > 0)
+        num_trained = sum(bool(get_rows(unit)) for unit in made.units)
+        is_trained = await in_any_process(trainer, num_trained > 0)
         if is_trained and self.observer.before_update is not None:
-            with log.span("sleep"):
+            with log.span("sleep"):  # what `before_update` does: an engine sleeps, and lends the trainer its memory
                 async with fail_together(trainer):
-                    await self.observer.before_update()  # the engine lends the trainer its memory
+                    await self.observer.before_update()
         rollouts = StepRollouts(
-            step=groups.step, groups=groups.sampled, units=rows.units, counters=rows.counters, is_trained=is_trained
+            step=groups.step, groups=groups.sampled, units=made.units, counters=made.counters, is_trained=is_trained
         )
         with log.span("records"):
             await self.observer.on_rollouts(rollouts)
         if is_trained:
-            untrained = [idle for idle in map(get_idle, rows.units) if idle]
-            untrained += [of_unit for unit in rows.replaced if (of_unit := get_idle(unit) or get_rows(unit))]
+            untrained = [rows for unit in made.units if (rows := get_idle(unit))]
+            untrained += [rows for unit in made.replaced if (rows := get_idle(unit) or get_rows(unit))]
             with log.span("score"):
                 scored = await asyncio.to_thread(compare_zero_variance, trainer, untrained, num_scored=num_scored)
-            with self.timeline.span("train", units=num_units):
-                trained = step_metrics(await asyncio.to_thread(trainer.step, rows.units))
+            with self.timeline.span("train", units=num_trained):
+                trained = step_metrics(await asyncio.to_thread(trainer.step, made.units))
             trained = {**trained, **scored.get_metrics(trained)}
         else:
             with log.span("score"):
@@ -211,11 +230,13 @@ class StepRunner:
                 compared = await asyncio.to_thread(compare)
             trained = {"train/num_rows": 0, "train/policy_version": trainer.policy_version, **compared}
         self.num_empty = 0 if is_trained else self.num_empty + 1
-        log.end_update({**rows.metrics, **trained})
+        log.end_update({**made.metrics, **trained})
 
-    async def _save(self, groups: StepGroups) -> None:
-        """Begin to write a checkpoint if one is due. It holds which groups were trained when these were taken, for the
-        queue has gone on since.
+    async def _save_if_due(self, groups: StepGroups) -> None:
+        """Begin to write a checkpoint, if one is due.
+
+        It holds which groups were trained up to this step (`groups.state`, of when they were taken), not what the queue
+        has finished since: that is sampled again after a kill.
         """
         num_steps = groups.step + 1
         self.last = LastStep(num_steps=num_steps, metrics=self.log.metrics, groups=groups.state)
@@ -228,25 +249,33 @@ class StepRunner:
         self.log.end_checkpoint(time.perf_counter() - started)
 
     async def publish(self) -> None:
-        """Publish the weights as they are, while nothing is sampled; engines that went away are waited for."""
+        """Publish the weights as they are, while nothing is sampled.
+
+        Raises:
+            OutageError: the engine was gone, and has stayed away for `OutageConfig.wait_s`.
+        """
         version = self.trainer.policy_version
         with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
             update = await self.outages.publish()
-        self._show_published(version)
+        self._note_published(version)
         self.log.end_publication(update, lost_s=self.outages.take_metrics()["seconds/outages"])
 
     async def _begin_publication(self) -> None:
-        """Publish a copy of the weights beside the next step, once the publication before it has ended."""
+        """Copy the weights, and publish the copy beside the next step; the publication before it has ended by then."""
         await self.end_publication()
         version = self.trainer.policy_version
-        if self.queue.engine_version == version:  # an outage has ended meanwhile, with these weights
+        if self.queue.engine_version == version:  # the wait ended an outage, after which these were published
             return
         with self.timeline.span("snapshot"):
             weights = await self.snapshots.take()
         self.publication = asyncio.create_task(self._publish_beside(weights, version))
 
     async def _publish_beside(self, weights: Snapshot | None, version: int) -> int | None:
-        """Publish a copy, or wait until the process has that publishes for this one, too."""
+        """Publish the copy; in a process without a publisher, wait for the one that publishes for it.
+
+        Returns the version if nothing was raised. No error leaves this, for nobody awaits it before the processes meet:
+        the queue keeps it until then, and starts no group.
+        """
         try:
             with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER):
                 if self.publisher is None or weights is None:
@@ -263,13 +292,13 @@ class StepRunner:
         except Exception as error:
             self.queue.fail(error)
             return None
-        if is_taken:  # if not, the process that publishes says why when they meet
+        if is_taken:  # if not, the process that publishes has the error, and raises it when they meet
             self.outages.require_newest(version)
-            self._show_published(version)
+            self._note_published(version)
         return version
 
     async def end_publication(self) -> None:
-        """Wait for the publication, in all processes; if an engine was lost, until it is back."""
+        """Wait for the publication beside the steps, in all processes; if it lost the engine, until that is back."""
         if self.publication is None:
             return
         version = await self.publication
@@ -280,14 +309,14 @@ class StepRunner:
             self.queue.set_engine_version(version)
 
     async def _recover(self) -> None:
-        """Wait in all processes until the engines have the trainer's weights. Groups in flight elsewhere go on.
+        """Wait in all processes until the engines are back, and give them the trainer's weights before a group starts.
 
-        An engine that comes back has its first weights. So it gets the trainer's again, which are also those that it
-        has missed, before any group starts.
+        An engine that comes back has the weights that it was started with, and may have missed a publication besides.
+        Groups in flight on engines that are there are not cut off.
         """
         with self.timeline.span("outage"):
             if self.publication is not None:
-                await self.publication  # its own error is why this is called, or is raised at the next meeting
+                await self.publication  # if it failed, that is why this was called, or the next meeting raises it
                 self.publication = None
             await self.outages.recover(self.queue.lost)
             self.queue.end_outage(self.trainer.policy_version)
@@ -315,10 +344,14 @@ class StepRunner:
         if self.num_empty > 0:
             await self._report_empty(step, logged)
 
-    async def begin(self, *, is_published: bool) -> None:
-        """Begin the run. One that continues first does again what may have been cut off after its last step."""
+    async def begin(self, *, has_engine_version: bool) -> None:
+        """Begin the run. One that continues first does again what a kill may have cut off after its last step.
+
+        `has_engine_version` says that the trainer has the version that it was made with, and so the weights with which
+        the engine was opened: then there is nothing to publish.
+        """
         if self.last is not None:
-            if not is_published:
+            if not has_engine_version:
                 await self.publish()
             await self.outages.repeat(self.observer.on_resume)
             await self.end(self.num_made - 1, self.log.end_step_of_another())
@@ -342,16 +375,17 @@ class StepRunner:
                 await asyncio.to_thread(self.checkpoints.close)
 
     def save_last(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint of the last step, unless there is one: the run ends. Blocks."""
+        """Write a checkpoint of the last step that was trained, unless there is one: the run ends. Blocks."""
         checkpoints.finish(self.trainer)
         if self.last is not None and not checkpoints.holds(self.last.num_steps):
             checkpoints.save(self.trainer, self.last)
             checkpoints.finish(self.trainer)
 
     async def _begin_log(self, groups: StepGroups) -> float:
-        """Begin the metrics with those of the wait; returns the seconds in which the groups were sampled.
+        """Begin the metrics with those of the wait for the groups; returns the seconds in which they were sampled.
 
-        With `max_staleness` they say what became of groups of all processes, and who was idle, since the step before.
+        With `max_staleness` these also say, since the step before, what became of the groups of all processes and for
+        which share of the time trainer and sampler were idle.
         """
         sampler: Metrics = {}
         lost = self.outages.take_metrics()
@@ -361,7 +395,8 @@ class StepRunner:
             sampler = {**named, **self.queue.idle.take_metrics()}
         return self.log.begin(groups.waited_s, since_last_s=groups.since_last_s, lost=lost, sampler=sampler)
 
-    def _show_published(self, version: int) -> None:
+    def _note_published(self, version: int) -> None:
+        """The engine has this version: groups that waited for it may start."""
         self.queue.set_engine_version(version)
         self.timeline.count("version, published", version=version)
 
