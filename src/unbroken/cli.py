@@ -39,6 +39,7 @@ from unbroken.runs.command import (
     run_eval,
 )
 from unbroken.runs.export.command import add_export_parser
+from unbroken.runs.signals import INTERRUPTED, TERMINATED, Terminated
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
 from unbroken.tinker.options import add_tinker_arguments, read_tinker_options
@@ -92,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["serve"]:
         words = name_model(words)
     words, recipe_options = split_recipe_options(words)
+    arguments = argparse.Namespace(advice="")
+    """`advice` stands behind "interrupted" or "terminated": what is kept, or continues."""
     try:
-        arguments, others = parser.parse_known_args(words)
+        _, others = parser.parse_known_args(words, arguments)
         if others and arguments.run not in (_serve, run_eval, run_agent):
             parser.error(f"unrecognized arguments: {' '.join(others)}")
         arguments.others, arguments.recipe_options = others, recipe_options
@@ -103,15 +106,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnbrokenError as error:
         print(f"unbroken: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"unbroken: interrupted{arguments.advice}", file=sys.stderr)
+        return INTERRUPTED
+    except Terminated:
+        print(f"unbroken: terminated{arguments.advice}", file=sys.stderr)
+        return TERMINATED
     except BrokenPipeError:
-        pipe = select.poll()
-        with suppress(io.UnsupportedOperation):  # standard output is an object of Python: no pipe
-            pipe.register(sys.stdout.fileno(), 0)  # an error is reported without being asked for
-        if not pipe.poll(0):
-            raise
-        # Its reader went away, as `| head` does; the flush at exit would fail too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return _drop_output()
+
+
+def _drop_output() -> int:
+    """The exit status once the reader of the output went away, as `| head` does; raises the error if it did not."""
+    pipe = select.poll()
+    with suppress(io.UnsupportedOperation):  # standard output is an object of Python: no pipe
+        pipe.register(sys.stdout.fileno(), 0)  # an error is reported without being asked for
+    if not pipe.poll(0):
+        raise
+    # The flush at exit would fail too.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:

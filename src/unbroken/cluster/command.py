@@ -49,7 +49,7 @@ def add_cluster_parser(commands: Any) -> None:
         "--wait-s", type=float, default=60.0, metavar="SECONDS", help="how long to wait for nodes (default: 60)"
     )
     run.add_argument("--no-ray-token", action="store_true", help="accept a Ray cluster without a token")
-    run.set_defaults(run=_run)
+    run.set_defaults(run=_run, advice="; the same command continues from the last checkpoint")
     status = kinds.add_parser("status", help="who lives, versions, restarts with their reasons", allow_abbrev=False)
     status.add_argument("output", type=Path, metavar="OUTPUT", help="output folder of the run")
     status.add_argument("--json", action="store_true", help="as JSON")
@@ -99,7 +99,6 @@ def _make_plan(arguments: argparse.Namespace) -> Plan:
 
 def _run(arguments: argparse.Namespace) -> int:
     from unbroken.runs.command import check_wait
-    from unbroken.runs.signals import run_command
 
     plan = _make_plan(arguments).resolve()
     check_wait(arguments.wait_s)
@@ -110,12 +109,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from unbroken.cluster.driver import run_on_cluster
     except ModuleNotFoundError as error:
         raise missing_extra(error, "unbroken cluster run needs Ray", "ray") from error
-    return run_command(
-        lambda: run_on_cluster(
-            plan, address=arguments.address, wait_s=arguments.wait_s, is_untrusted=arguments.no_ray_token
-        ),
-        advice="the same command continues from the last checkpoint",
-    )
+    run_on_cluster(plan, address=arguments.address, wait_s=arguments.wait_s, is_untrusted=arguments.no_ray_token)
+    return 0
 
 
 def _print_plan(arguments: argparse.Namespace) -> int:

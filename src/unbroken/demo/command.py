@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
-from unbroken.runs.signals import run_command, run_until_terminated
+from unbroken.runs.signals import run_until_terminated
 
 
 def add_demo_parser(commands: Any) -> None:
@@ -17,7 +17,7 @@ def add_demo_parser(commands: Any) -> None:
     demo.add_argument("--seed", type=int, default=0, help="seed of weights, tasks and minibatches (default: 0)")
     demo.add_argument("--steps", type=int, default=None, help="training steps (default: enough to reach the plateau)")
     demo.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)")
-    demo.set_defaults(run=_run)
+    demo.set_defaults(run=_run, advice="; the same command begins anew")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -35,8 +35,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
 
-    def work() -> None:
-        print(to_text(run_until_terminated(run_demo(config))), end="")
-        print(f"report: {arguments.output / 'report.html'}")
-
-    return run_command(work, advice="the same command begins anew")
+    print(to_text(run_until_terminated(run_demo(config))), end="")
+    print(f"report: {arguments.output / 'report.html'}")
+    return 0

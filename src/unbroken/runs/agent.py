@@ -84,22 +84,24 @@ def run_agent(arguments: argparse.Namespace) -> int:
     if arguments.image is not None:
         own["--agent.image"] = arguments.image
     options = _join(own, arguments.others)
+    arguments.advice = f"; the same command with --output {output} begins the task again"
     try:
         from rich.console import Console
 
         from unbroken.runs.evaluate import evaluate_task
-        from unbroken.runs.signals import run_command
 
-        def work() -> None:
-            report = evaluate_task(
-                str(write_task(output, " ".join(arguments.task))), options, Console(stderr=True, markup=False),
-                models=[arguments.model or arguments.url], tokenizer=arguments.tokenizer, num_samples=1,
-            )  # fmt: skip
-            print(describe_rollout(read_rollout(output), output, model=report["models"][0]["name"]))
-
-        return run_command(work, advice=f"the same command with --output {output} begins the task again")
+        report = evaluate_task(
+            str(write_task(output, " ".join(arguments.task))),
+            options,
+            Console(stderr=True, markup=False),
+            models=[arguments.model or arguments.url],
+            tokenizer=arguments.tokenizer,
+            num_samples=1,
+        )
     except ModuleNotFoundError as error:
         raise missing_extra(error, "running an agent needs the train extra", "train") from error
+    print(describe_rollout(read_rollout(output), output, model=report["models"][0]["name"]))
+    return 0
 
 
 def _join(own: Mapping[str, str], others: Sequence[str]) -> list[str]:

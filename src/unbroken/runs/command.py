@@ -16,7 +16,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.runs.processes import SAMPLER_KEY
-from unbroken.runs.signals import run_command, run_until_terminated
+from unbroken.runs.signals import run_until_terminated
 
 COMMON_FIELDS = (
     *("model", "data.file", "environment", "output", "seed", "algorithm", "loop.num_steps", "loop.max_staleness"),
@@ -37,7 +37,7 @@ def add_train_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     _add_recipe(train)
-    train.set_defaults(run=run_train, parser=train)
+    train.set_defaults(run=run_train, parser=train, advice="; the same command continues from the last checkpoint")
 
 
 def add_sampler_parser(commands: Any) -> None:
@@ -57,7 +57,7 @@ def add_sampler_parser(commands: Any) -> None:
     sampler.add_argument("--wait-s", type=float, default=600.0, help="how long to wait for the trainer (600)")
     sampler.add_argument("--exit-with-parent", action="store_true", help="leave signals, and the end, to the parent")
     _add_recipe(sampler)
-    sampler.set_defaults(run=run_sampler, parser=sampler)
+    sampler.set_defaults(run=run_sampler, parser=sampler, advice="; the trainer gives its groups to other samplers")
 
 
 _EVAL_FIELDS = (
@@ -104,7 +104,7 @@ def add_eval_parser(commands: Any) -> None:
         help="instead of TASK: the folder of a run, whose checkpoints are evaluated as they appear, on the problems "
         "of its evaluations; then options and settings. The lines are in RUN/evaluation.jsonl",
     )
-    evaluate.set_defaults(run=run_eval, parser=evaluate)
+    evaluate.set_defaults(run=run_eval, parser=evaluate, advice="; what was sampled is kept")
 
 
 def _add_eval_options(parser: argparse.ArgumentParser) -> None:
@@ -199,20 +199,24 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
         from unbroken.runs.evaluate import evaluate_task, print_report
 
-        def work() -> None:
-            report = evaluate_task(
-                arguments.task, options, Console(stderr=True, markup=False), models=arguments.models or (),
-                tokenizer=arguments.tokenizer, num_problems=arguments.problems, num_samples=arguments.samples,
-                checks_policy=arguments.check, retokenises=arguments.retokenised,
-            )  # fmt: skip
-            if arguments.json:
-                print(json.dumps(report, indent=1, allow_nan=False))
-            else:
-                print_report(report, Console(markup=False, width=None if sys.stdout.isatty() else 160))
-
-        return run_command(work, advice="what was sampled is kept")
+        report = evaluate_task(
+            arguments.task,
+            options,
+            Console(stderr=True, markup=False),
+            models=arguments.models or (),
+            tokenizer=arguments.tokenizer,
+            num_problems=arguments.problems,
+            num_samples=arguments.samples,
+            checks_policy=arguments.check,
+            retokenises=arguments.retokenised,
+        )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "evaluation needs the train extra", "train") from error
+    if arguments.json:
+        print(json.dumps(report, indent=1, allow_nan=False))
+    else:
+        print_report(report, Console(markup=False, width=None if sys.stdout.isatty() else 160))
+    return 0
 
 
 def _run_follow(arguments: argparse.Namespace) -> int:
@@ -228,22 +232,26 @@ def _run_follow(arguments: argparse.Namespace) -> int:
     for name in ("models", "tokenizer", "reward", "retokenised"):
         if getattr(arguments, name):
             arguments.parser.error(f"--{name.removesuffix('s')} must be left out with --follow")
+    arguments.advice = "; what was evaluated is kept, and the same command continues it"
     try:
         from rich.console import Console
 
         from unbroken.runs.follow import follow_run
 
-        def work() -> None:
-            report = follow_run(
-                Path(run), [*arguments.others, *options], Console(stderr=True, markup=False), task=arguments.task,
-                num_problems=arguments.problems, num_samples=arguments.samples, checks_policy=arguments.check,
-            )  # fmt: skip
-            if arguments.json:
-                print(json.dumps(report, indent=1, allow_nan=False))
-
-        return run_command(work, advice="what was evaluated is kept, and the same command goes on")
+        report = follow_run(
+            Path(run),
+            [*arguments.others, *options],
+            Console(stderr=True, markup=False),
+            task=arguments.task,
+            num_problems=arguments.problems,
+            num_samples=arguments.samples,
+            checks_policy=arguments.check,
+        )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "evaluation needs the train extra", "train") from error
+    if arguments.json:
+        print(json.dumps(report, indent=1, allow_nan=False))
+    return 0
 
 
 def add_numerics_parser(commands: Any) -> None:
@@ -322,7 +330,7 @@ def add_doctor_parser(commands: Any) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run or an evaluation, or a task"
     )
     doctor.add_argument("--json", action="store_true", help="print what is found as JSON: a list for each folder")
-    doctor.set_defaults(run=run_doctor, parser=doctor)
+    doctor.set_defaults(run=run_doctor, parser=doctor, advice="; nothing was written")
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -337,7 +345,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if any(map(_is_task, arguments.runs)):
         if len(arguments.runs) > 1 or arguments.json:
             arguments.parser.error("a task must be given alone, without --json")
-        return run_command(lambda: _check_task(arguments.runs[0]), advice="nothing was written")
+        _check_task(arguments.runs[0])
+        return 0
     found = {folder: diagnose_folder(folder) for folder in arguments.runs}
     if arguments.json:
         of_all = {str(folder): [asdict(each) for each in findings] for folder, (_, findings) in found.items()}
@@ -411,12 +420,10 @@ def run_train(arguments: argparse.Namespace) -> int:
             _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc, shown=shown))
             return 0
         words = [str(arguments.recipe), *options] if arguments.recipe is not None else ["--env", *options[1:]]
-        return run_command(
-            lambda: run_recipe(load_recipe(arguments.recipe), options, words=words),
-            advice="the same command continues from the last checkpoint",
-        )
+        run_recipe(load_recipe(arguments.recipe), options, words=words)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "training needs the train extra", "train") from error
+    return 0
 
 
 def run_sampler(arguments: argparse.Namespace) -> int:
@@ -445,11 +452,10 @@ def run_sampler(arguments: argparse.Namespace) -> int:
             wait_s=arguments.wait_s,
             ends_with_parent=arguments.exit_with_parent,
         )
-        return run_command(
-            lambda: run(arguments.recipe, options, role), advice="the trainer gives its groups to other samplers"
-        )
+        run(arguments.recipe, options, role)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "a sampler needs the train extra", "train") from error
+    return 0
 
 
 def check_wait(wait_s: float) -> None:

@@ -106,13 +106,9 @@ class TrainingObserver(RunObserver):
         """Profile the step if the config says so."""
         return self._profiler.step(step)
 
-    async def check_policy(self) -> None:
-        """Compare the engine's policy with the trainer's, whose weights it has; raises as `PolicyCheck.run`."""
-        self._progress.console.print(await self._check.run(), soft_wrap=True, highlight=False)
-
     async def on_resume(self) -> None:
-        """Compare the engine's policy, now that it has its weights."""
-        await self.check_policy()
+        """Compare the engine's policy with the trainer's, now that it has its weights."""
+        self._progress.console.print(await self._check.run(), soft_wrap=True, highlight=False)
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """Record the step's rollouts, and show and log a table of some."""

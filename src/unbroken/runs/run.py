@@ -91,8 +91,8 @@ async def run(
     ):
         num_steps, trainer, records = config.loop.num_steps, opened.trainer, training.records
         if not trainer.from_main_process(bool(find_checkpoints(training.checkpoints.folder))):
-            await training.observer.check_policy()  # a run that continues does so once its engine has its weights
-            await _look_before(config, opened, records.progress.console)
+            # A run that continues compares its policies later, once its engine has its weights.
+            await _look_before(config, opened, training.check, records.progress.console)
         await training.evaluations.evaluate(0, "before")
         with keep_loop_responsive():
             await train(
@@ -134,12 +134,14 @@ async def check_without_training(config: RunConfig, *, model: str | Path, train_
         async with open_run(own, model=model, train_on=train_on, evaluate_on=[], accelerator=accelerator) as opened:
             max_k3 = choose_max_k3(config, config.engine, opened.model)
             check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
-            console.print(await check.run(), soft_wrap=True, highlight=False)
-            await _look_before(config, opened, console)
+            await _look_before(config, opened, check, console)
 
 
-async def _look_before(config: RunConfig, run: OpenRun, console: Console) -> None:
-    """Make the preflight of a command in its first process, for which the others wait; other scripts have none."""
+async def _look_before(config: RunConfig, run: OpenRun, check: PolicyCheck, console: Console) -> None:
+    """Compare the policies of engine and trainer; then make the preflight of a command, in its first process, for which
+    the others wait. Other scripts have none.
+    """
+    console.print(await check.run(), soft_wrap=True, highlight=False)
     if not config.preflight or open_recipe.get() is None:
         return
     async with fail_together(run.trainer):
@@ -322,6 +324,7 @@ class _Training:
     evaluations: Evaluations
     background: BackgroundEvaluations | None
     """What evaluates during training; None if evaluations are made between two steps."""
+    check: PolicyCheck
     observer: TrainingObserver
 
 
@@ -364,6 +367,8 @@ async def _open_training(
             loop = config.loop
             background = BackgroundEvaluations(evaluations, trainer, last=loop.num_steps, outages=loop.outages)
             stack.push_async_callback(background.close)
+        max_k3 = choose_max_k3(config, config.engine, run.model)
+        check = PolicyCheck(trainer=trainer, sampler=run.sampler, max_k3=max_k3)
         yield _Training(
             collector=collector,
             models=models,
@@ -371,7 +376,8 @@ async def _open_training(
             records=records,
             evaluations=evaluations,
             background=background,
-            observer=_make_observer(config, run, records, models, evaluations, background),
+            check=check,
+            observer=_make_observer(config, run, records, check, models, evaluations, background),
         )
 
 
@@ -430,6 +436,7 @@ def _make_observer(
     config: RunConfig,
     run: OpenRun,
     records: _Records,
+    check: PolicyCheck,
     models: KeptModels,
     evaluations: Evaluations,
     background: BackgroundEvaluations | None,
@@ -438,9 +445,7 @@ def _make_observer(
         config=config,
         trainer=run.trainer,
         engine=run.engine,
-        check=PolicyCheck(
-            trainer=run.trainer, sampler=run.sampler, max_k3=choose_max_k3(config, config.engine, run.model)
-        ),
+        check=check,
         models=models,
         evaluations=evaluations,
         background=background,

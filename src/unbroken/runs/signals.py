@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import signal
-import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -27,19 +26,6 @@ _THREADS_S = 15.0
 
 class Terminated(BaseException):
     """The run was ended by SIGTERM, and what it had open is closed."""
-
-
-def run_command(work: Callable[[], object], *, advice: str) -> int:
-    """Do the work of a command; returns its exit status. What ends it early is printed, with `advice` on what to do."""
-    try:
-        work()
-    except KeyboardInterrupt:
-        print(f"unbroken: interrupted; {advice}", file=sys.stderr)
-        return INTERRUPTED
-    except Terminated:
-        print(f"unbroken: terminated; {advice}", file=sys.stderr)
-        return TERMINATED
-    return 0
 
 
 def run_until_terminated(main: Coroutine[Any, Any, _T]) -> _T:

@@ -207,7 +207,7 @@ def test_it_goes_on_where_sigterm_ended_it(run, capsys, monkeypatch):
     # A terminated command has 15 s to end: its timer ended pytest itself, with status 143, in a later test.
     monkeypatch.setattr("unbroken.runs.signals.exit_in", lambda seconds, *, status: None)
     assert follow(run) == 143
-    assert "what was evaluated is kept, and the same command goes on" in capsys.readouterr().err
+    assert "what was evaluated is kept, and the same command continues it" in capsys.readouterr().err
     assert [line["step"] for line in read_evaluations(run)] == [0, 1]
     assert follow(run) == 0
     assert [line["step"] for line in read_evaluations(run)] == [0, 1, 2, 3]
