@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def train_a_step() -> set[Step]:
-    """The way of one step of the recipe `sums`."""
+    """The way of one step of the recipe `sums`, without preflight and evaluations, which sample and train nothing."""
     from support.served import save_tiny_model
     from unbroken.cli import main as run_command
 
@@ -65,6 +65,7 @@ def train_a_step() -> set[Step]:
         recipe = ROOT / "recipes" / "sums" / "recipe.toml"
         words = ["train", str(recipe), f"--model={model}", f"--output={folder}/run", "--loop.num-steps=1"]
         words += ["--rollouts.problems-per-step=2", "--rollouts.group-size=4", "--evaluation.num-problems=0"]
+        words += ["--preflight=false"]
         with traced() as steps, redirect_stdout(sys.stderr):
             assert run_command(words) == 0
     return steps

@@ -52,8 +52,8 @@ class LastStep:
     """Steps made, at least one; the next step has this number."""
     metrics: Metrics
     groups: Mapping[str, Any] | None = None
-    """Which groups of this process were trained (`GroupNumbers.state`); in checkpoints that lack it, the lowest
-    numbers."""
+    """Which groups of this process were trained (`GroupNumbers.state`). None: the lowest numbers, because another
+    number of processes wrote the checkpoint."""
 
 
 class Checkpoints:
@@ -116,10 +116,12 @@ class Checkpoints:
             caller = None if self.caller is None else self.caller.state()
         num_processes = len(trainer.from_all_processes(None))
         extra: dict[str, Any] = {
-            "num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller, "num_processes": num_processes
-        }  # fmt: skip
-        if last.groups is not None:
-            extra["groups"] = last.groups
+            "num_steps": last.num_steps,
+            "metrics": dict(last.metrics),
+            "caller": caller,
+            "num_processes": num_processes,
+            "groups": last.groups,
+        }
         write = trainer.copy_state(extra=extra)
         self._begun_s, self._removes_old = time.monotonic(), trainer.is_main_process
         self._writing = self._thread.submit(self._write, write, self.folder / f"step-{last.num_steps:08}")
@@ -181,14 +183,14 @@ class Checkpoints:
 
 def _find_groups(extra: Mapping[str, Any], folder: Path, *, num_processes: int) -> Mapping[str, Any] | None:
     """Which of this process's groups are trained; None (`LastStep.groups`) if their numbers are of other processes."""
-    groups: Mapping[str, Any] | None = extra.get("groups")
-    saved = extra.get("num_processes", num_processes)
+    groups: Mapping[str, Any] | None = extra["groups"]
+    saved = extra["num_processes"]
     if groups is None or saved == num_processes:
         return groups
     what = f"{folder} was written by {saved} processes, and is continued by {num_processes}"
     if groups.get("choices") is not None:
         raise CheckpointError(f"{what}: with a curriculum, which chooses problems in each process, start {saved}")
-    if groups["beyond"] or groups.get("num_replaced"):
+    if groups["beyond"] or groups["num_replaced"]:
         _logger.warning("%s: some problems of the steps around it are trained twice, or not at all", what)
     return None
 

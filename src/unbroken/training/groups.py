@@ -58,34 +58,27 @@ class GroupSource(ABC):
 
 
 class GroupNumbers:
-    """The numbers 0 to `stop` - 1, each of which is trained once; and for each that is replaced, one more."""
+    """The numbers of a run's groups, each of which is trained once; and for each that is replaced, one more."""
 
-    def __init__(self, stop: int) -> None:
-        self._num_to_train = stop
-        self._num_replaced = 0
-        self._fresh = 0
-        """The lowest number that was never given out."""
-        self._again: list[int] = []
-        """A heap of numbers to give out again."""
-        self._lowest = 0
-        """All numbers below are trained."""
-        self._beyond: set[int] = set()
-        """The others that are trained."""
-
-    @classmethod
-    def of(
-        cls, groups_per_step: int, *, num_steps: int, num_made: int = 0, state: Mapping[str, Any] | None = None
-    ) -> GroupNumbers:
+    def __init__(self, groups_per_step: int, *, num_steps: int, num_made: int, state: Mapping[str, Any] | None) -> None:
         """The numbers of so many steps, of which `num_made` are made.
 
-        `state` is that of the checkpoint; without one, the lowest numbers were trained in their order. The steps that
-        are left have `groups_per_step`, however many those before had.
+        `state` is that of the checkpoint, and what it does not call trained is given out again; without one, the lowest
+        numbers were trained in their order. The steps that are left have `groups_per_step`, however many those before
+        had.
         """
-        numbers = cls(0)
-        numbers.restore(state or {"next": num_made * groups_per_step, "beyond": []})
-        num_trained = numbers._lowest + len(numbers._beyond) - numbers._num_replaced
-        numbers._num_to_train = num_trained + (num_steps - num_made) * groups_per_step
-        return numbers
+        state = state or {"next": num_made * groups_per_step, "beyond": [], "num_replaced": 0}
+        self._lowest: int = state["next"]
+        """All numbers below are trained."""
+        self._beyond = set(state["beyond"])
+        """The others that are trained."""
+        self._num_replaced: int = state["num_replaced"]
+        self._fresh: int = max((number + 1 for number in self._beyond), default=self._lowest)
+        """The lowest number that was never given out."""
+        self._again = [number for number in range(self._lowest, self._fresh) if number not in self._beyond]
+        """A heap of numbers to give out again."""
+        num_trained = self._lowest + len(self._beyond) - self._num_replaced
+        self._stop = num_trained + (num_steps - num_made) * groups_per_step + self._num_replaced
 
     @property
     def has_next(self) -> bool:
@@ -96,7 +89,6 @@ class GroupNumbers:
         """Give out the lowest number that is neither trained nor given out; there must be one (`has_next`)."""
         if self._again:
             return heapq.heappop(self._again)
-        assert self._fresh < self._stop, "has_next says whether there is one"
         self._fresh += 1
         return self._fresh - 1
 
@@ -114,23 +106,9 @@ class GroupNumbers:
     def mark_replaced(self, number: int) -> None:
         """It teaches nothing and is never given out again; there is one more number in its place."""
         self._num_replaced += 1
+        self._stop += 1
         self.mark_trained([number])
 
     def state(self) -> Mapping[str, Any]:
         """What is trained, in types that JSON can hold."""
-        return {
-            "next": self._lowest,
-            "beyond": sorted(self._beyond),
-            "num_replaced": self._num_replaced,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: what is not trained is given out again."""
-        self._lowest, self._beyond = state["next"], set(state["beyond"])
-        self._num_replaced = state.get("num_replaced", 0)
-        self._fresh = max((number + 1 for number in self._beyond), default=self._lowest)
-        self._again = [number for number in range(self._lowest, self._fresh) if number not in self._beyond]
-
-    @property
-    def _stop(self) -> int:
-        return self._num_to_train + self._num_replaced
+        return {"next": self._lowest, "beyond": sorted(self._beyond), "num_replaced": self._num_replaced}

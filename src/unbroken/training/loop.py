@@ -18,7 +18,7 @@ from unbroken.training.groups import GroupSource
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.observer import RunObserver
 from unbroken.training.outages import Outages
-from unbroken.training.publication import Notices, Snapshots, publish_together
+from unbroken.training.publication import Notices, publish_together
 from unbroken.training.queue import GroupQueue
 from unbroken.training.step import StepRunner
 from unbroken.training.trainer import Trainer
@@ -83,7 +83,6 @@ async def train(
         metrics=metrics,
         observer=observer,
         timeline=timeline,
-        snapshots=Snapshots(trainer, [publisher]),
         notices=await Notices.open(trainer),
         last=last,
     )

@@ -67,30 +67,39 @@ class Outages:
             started = time.perf_counter()
             try:
                 await work()
+                return
             except OutageError as error:
                 lost = error
-            else:
-                return
-            if await in_any_process(self._trainer, self._engine is None):
-                raise lost
-            _log.warning("what was lost is done again: %s", lost)
-            await self._recover(started)
-        raise OutageError(
-            f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each "
-            f"time (the last: {lost}): look into the engine's log for the cause"
-        ) from lost
+            await self.recover(lost, began_s=started)
+        raise self.make_final_error(lost) from lost
 
-    async def recover(self, error: EngineError | None) -> None:
-        """Wait until the engines are back, and publish the weights; `error` says why, in the process that lost its own.
+    def make_final_error(self, lost: Exception | None) -> OutageError:
+        """The error for what was lost `max_losses` times: a prompt that ends its engine would do so without end."""
+        return OutageError(
+            f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each time (the "
+            f"last: {_format_loss(lost)}): look into the engine's log for the cause, which may be a prompt of this step"
+        )
+
+    async def recover(self, error: EngineError | OutageError | None, *, began_s: float | None = None) -> None:
+        """Wait until every process's engine is healthy and has the trainer's weights.
+
+        `error` says why, in the process that lost its own; what was done since `began_s`, on the clock of
+        `time.perf_counter`, is done again, and counts as lost.
 
         Raises:
             OutageError: they stayed away, or there is nothing to wait for.
         """
-        started = time.perf_counter()
+        began_s = time.perf_counter() if began_s is None else began_s
         if await in_any_process(self._trainer, self._engine is None):  # it could not wait while the others do
-            raise OutageError(f"rollouts were lost: {format_loss(error)}") from error
-        _log.warning("rollouts were lost and are sampled again: %s", format_loss(error))
-        await self._recover(started)
+            if isinstance(error, OutageError):
+                raise error
+            raise OutageError(f"rollouts were lost: {_format_loss(error)}") from error
+        _log.warning("rollouts were lost and are sampled again: %s", _format_loss(error))
+        await self._retry(self._check_health)
+        if self._policy_version > 0:  # an engine starts with version 0
+            await self._publish_until_done()
+        self._num_losses += 1
+        self._lost_s += time.perf_counter() - began_s
 
     async def publish(self) -> WeightUpdate:
         """Publish the trainer's weights; wait if the engines are gone.
@@ -137,14 +146,6 @@ class Outages:
         self._num_losses, self._lost_s = 0, 0.0
         return taken
 
-    async def _recover(self, started: float) -> None:
-        """Wait until every process's engine is healthy and has the trainer's weights, and count what was lost."""
-        await self._retry(self._check_health)
-        if self._policy_version > 0:  # an engine starts with version 0
-            await self._publish_until_done()
-        self._num_losses += 1
-        self._lost_s += time.perf_counter() - started
-
     @property
     def _policy_version(self) -> int:
         return 0 if self._trainer is None else self._trainer.policy_version
@@ -187,9 +188,9 @@ class Outages:
                 raise OutageError(
                     f"no engine answered and took policy version {self._policy_version} for "
                     f"{self._config.outages.wait_s:g} s (OutageConfig.wait_s), the last time because of "
-                    f"{format_loss(error)}"
+                    f"{_format_loss(error)}"
                 ) from error
-            if last_warning != (last_warning := format_loss(error)):
+            if last_warning != (last_warning := _format_loss(error)):
                 _log.warning("waiting up to %g s for the engine: %s", self._config.outages.wait_s, last_warning)
             await asyncio.sleep(self._config.outages.ask_every_s)
             lost_s = time.perf_counter() - began_s
@@ -202,6 +203,6 @@ class Outages:
         return done
 
 
-def format_loss(error: Exception | None) -> str:
+def _format_loss(error: Exception | None) -> str:
     """The error by which this process lost its engine, or that another one did."""
     return "another process lost its engine" if error is None else f"{type(error).__name__}: {error}"

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeAlias
 from uuid import uuid4
 
 import torch.distributed
@@ -25,8 +24,6 @@ from unbroken.training.waits import from_all_processes, log_waiting
 from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import CastingPublisher, WeightPublisher, WeightUpdate
 from unbroken.weights.sources import WeightStream
-
-Snapshot: TypeAlias = WeightStream
 
 _POLL_S = 0.01
 _TAKEN, _FAILED = "taken", "failed"
@@ -53,56 +50,26 @@ async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) 
     return update or WeightUpdate(num_bytes=0, seconds=time.perf_counter() - started)
 
 
-class Snapshots:
-    """A copy of a version, to be sent while the next step is made.
+async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> WeightStream | None:
+    """A copy of the weights, to be published while the next step is made; None in a process without a publisher.
 
-    It is in the host's memory, in the dtype of the engines if all have the same.
-
-    Every process calls `take` together: with sharded models they gather the weights together.
+    It is in the host's memory, in the dtype of the publisher's engine if that is known. Every process calls this: with
+    sharded models they gather the weights together.
     """
-
-    def __init__(
-        self, trainer: Trainer, publishers: Sequence[WeightPublisher | None] = (), *, is_sender: bool = False
-    ) -> None:
-        """`publishers` get the copies. Only a process that has one, or may get one later (`is_sender`), copies."""
-        self._trainer = trainer
-        self.publishers = [publisher for publisher in publishers if publisher is not None]
-        self._is_sender = is_sender or bool(self.publishers)
-        self._version: int | None = None
-        """Of the copy that is kept; the same in all processes."""
-        self._newest: Snapshot | None = None
-
-    async def take(self) -> Snapshot | None:
-        """The weights of the trainer's version; None in a process that sends none. Until `release` the same copy."""
-        version = self._trainer.policy_version
-        if self._version != version:
-            self._newest = await self._copy()
-            self._version = version
-        return self._newest
-
-    def release(self) -> None:
-        """Keep the copy no longer. Those who took it still have it."""
-        self._version, self._newest = None, None
-
-    async def _dtype(self) -> str | None:
-        """The dtype of all engines that get the copies; None if they have several, or one does not say."""
-        found = {await one.dtype() if isinstance(one, CastingPublisher) else None for one in self.publishers}
-        return found.pop() if len(found) == 1 else None
-
-    async def _copy(self) -> Snapshot | None:
-        weights = self._trainer.named_weights()
-        copies: Snapshot | None = None
-        failure: Exception | None = None
-        if self._is_sender:
-            try:
-                copies = await asyncio.to_thread(_copy, weights, await self._dtype())
-            except Exception as error:
-                failure = error
-        await asyncio.to_thread(self._trainer.finish_together, weights, failure)
-        return copies
+    weights = trainer.named_weights()
+    copies: WeightStream | None = None
+    failure: Exception | None = None
+    if publisher is not None:
+        try:
+            dtype = await publisher.dtype() if isinstance(publisher, CastingPublisher) else None
+            copies = await asyncio.to_thread(_copy, weights, dtype)
+        except Exception as error:
+            failure = error
+    await asyncio.to_thread(trainer.finish_together, weights, failure)
+    return copies
 
 
-def _copy(weights: WeightStream, dtype: str | None) -> Snapshot:
+def _copy(weights: WeightStream, dtype: str | None) -> WeightStream:
     if not is_adapter([spec.name for spec in weights.specs]):  # an engine may merge an adapter in float32
         weights = weights.cast(dtype)
     copies = []

@@ -175,7 +175,7 @@ class GroupQueue:
         if state is not None and state.get("choices") is not None:
             self.source.restore_choices(copy.deepcopy(state["choices"]))
         per_step = self.source.groups_per_step
-        self.numbers = GroupNumbers.of(per_step, num_steps=self.config.num_steps, num_made=num_made, state=state)
+        self.numbers = GroupNumbers(per_step, num_steps=self.config.num_steps, num_made=num_made, state=state)
         self._next_version = self.engine_version
         self._limit = 2 * per_step if self._is_ahead else self._highest_limit
 

@@ -32,7 +32,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from unbroken.counters import Counters, Event
-from unbroken.errors import EngineError, OutageError, RolloutError
+from unbroken.errors import EngineError, RolloutError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, Track
@@ -43,8 +43,8 @@ from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.objective.samples import DropReason
 from unbroken.training.observer import RunObserver, StepRollouts
-from unbroken.training.outages import Outages, format_loss
-from unbroken.training.publication import Notices, Snapshot, Snapshots
+from unbroken.training.outages import Outages
+from unbroken.training.publication import Notices, copy_weights
 from unbroken.training.queue import GroupQueue, StepGroups
 from unbroken.training.step_metrics import (
     StepLog,
@@ -56,6 +56,7 @@ from unbroken.training.step_metrics import (
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together, from_all_processes, in_any_process, log_waiting, raise_together
 from unbroken.weights.base import WeightPublisher
+from unbroken.weights.sources import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,6 @@ class StepRunner:
     metrics: MetricsWriter | None
     observer: RunObserver
     timeline: Timeline
-    snapshots: Snapshots
     notices: Notices
     last: LastStep | None
     """The last step that was made."""
@@ -112,9 +112,9 @@ class StepRunner:
             while a group is sampled    the group is lost, and sampled again as a whole once the engine is back; the
                                         wait is in `_take_groups`
             after that, before the      nothing here needs the engine. The step is trained once, the version rises, and
-            weights are published       the checkpoint is written if it is due, as if the engine were there
+            weights are published       a checkpoint is written if one is due, as if the engine were there
             when they are published     they are sent again until the engine is back and has taken them; the wait is in
-                                        `publish`
+                                        `_publish`
             if it stays away            after `OutageConfig.wait_s` the run ends with an `OutageError`. `train` then
                                         writes a checkpoint of the last step that was trained (`save_last`), due or not,
                                         and the same command continues from there
@@ -139,15 +139,15 @@ class StepRunner:
         elif self.config.max_staleness == 0:
             # If the engine is gone, this waits until it is back and has taken the weights; if `train` was given no
             # engine to wait for, the run ends at once.
-            await self.publish()
+            await self._publish()
         else:
             # If the engine is gone, the publication fails beside the next step, and from then on no group starts. The
             # processes wait for the engine where they meet next, together: in `_take_groups` of the next step, or in
-            # `end_publication`. None may wait alone while the others compute.
+            # `_end_publication`. None may wait alone while the others compute.
             await self._begin_publication()
         if self.observer.needs_engine(step + 1):
-            await self.end_publication()  # an evaluation after this step samples with its weights
-        await self.end(step, self.log.end_step())
+            await self._end_publication()  # an evaluation after this step samples with its weights
+        await self._end(step, self.log.end_step())
 
     async def _take_groups(self, step: int) -> StepGroups:
         """Wait until every process has its groups for the step; engines that went away are waited for together.
@@ -166,11 +166,7 @@ class StepRunner:
                 await raise_together(self.trainer, self.queue.failure)  # of a source that takes note of its groups
                 return groups
             await self._recover()
-        # An engine that a prompt ends each time would be waited for without end.
-        raise OutageError(
-            f"rollouts were lost {self.config.outages.max_losses} times although the engine came back each time (the "
-            f"last: {format_loss(lost)}): look into the engine's log for the cause, which may be a prompt of this step"
-        ) from lost
+        raise self.outages.make_final_error(lost) from lost
 
     async def _make_units(self, groups: StepGroups) -> _StepUnits:
         """Make units of the groups, and the metrics of all processes' rollouts.
@@ -248,7 +244,7 @@ class StepRunner:
                 await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
         self.log.end_checkpoint(time.perf_counter() - started)
 
-    async def publish(self) -> None:
+    async def _publish(self) -> None:
         """Publish the weights as they are, while nothing is sampled.
 
         Raises:
@@ -262,15 +258,15 @@ class StepRunner:
 
     async def _begin_publication(self) -> None:
         """Copy the weights, and publish the copy beside the next step; the publication before it has ended by then."""
-        await self.end_publication()
+        await self._end_publication()
         version = self.trainer.policy_version
         if self.queue.engine_version == version:  # the wait ended an outage, after which these were published
             return
         with self.timeline.span("snapshot"):
-            weights = await self.snapshots.take()
+            weights = await copy_weights(self.trainer, self.publisher)
         self.publication = asyncio.create_task(self._publish_beside(weights, version))
 
-    async def _publish_beside(self, weights: Snapshot | None, version: int) -> int | None:
+    async def _publish_beside(self, weights: WeightStream | None, version: int) -> int | None:
         """Publish the copy; in a process without a publisher, wait for the one that publishes for it.
 
         Returns the version if nothing was raised. No error leaves this, for nobody awaits it before the processes meet:
@@ -297,7 +293,7 @@ class StepRunner:
             self._note_published(version)
         return version
 
-    async def end_publication(self) -> None:
+    async def _end_publication(self) -> None:
         """Wait for the publication beside the steps, in all processes; if it lost the engine, until that is back."""
         if self.publication is None:
             return
@@ -327,7 +323,7 @@ class StepRunner:
         await raise_together(self.trainer, self.queue.failure)
         return await in_any_process(self.trainer, is_lost)
 
-    async def end(self, step: int, logged: Metrics) -> None:
+    async def _end(self, step: int, logged: Metrics) -> None:
         """Write the step's metrics, and do what comes after a step, such as an evaluation; that is done again if it
         lost rollouts.
         """
@@ -340,7 +336,6 @@ class StepRunner:
         with record_function("after step"), self.timeline.span("after the step"), self.log.span("after_step"):
             await self.outages.repeat(partial(self.observer.after_step, step + 1))
         self.log.end_after_step(self.outages.take_metrics())
-        self.snapshots.release()
         if self.num_empty > 0:
             await self._report_empty(step, logged)
 
@@ -352,14 +347,14 @@ class StepRunner:
         """
         if self.last is not None:
             if not has_engine_version:
-                await self.publish()
+                await self._publish()
             await self.outages.repeat(self.observer.on_resume)
-            await self.end(self.num_made - 1, self.log.end_step_of_another())
+            await self._end(self.num_made - 1, self.log.end_step_of_another())
         self.log.restart()
 
     async def finish(self) -> None:
         """Wait until the last weights are published and the last checkpoint is written."""
-        await self.end_publication()
+        await self._end_publication()
         if self.checkpoints is not None:
             await asyncio.to_thread(self.checkpoints.finish, self.trainer)
 

@@ -320,8 +320,7 @@ class Trainer:
             self._entropy_weight = mine["entropy"]["weight"]
             self._last_entropy = mine["entropy"]["last"]
         self.policy_version = state.policy_version
-        # Checkpoints of earlier states of this code have no count; theirs was the version.
-        self._num_steps = mine.get("num_steps", state.policy_version)
+        self._num_steps = mine["num_steps"]
         extra: Mapping[str, Any] = mine["extra"]
         return extra
 

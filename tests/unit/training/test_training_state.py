@@ -186,7 +186,7 @@ def of_two_processes(folder, extra) -> None:
 def test_another_number_of_processes_takes_the_lowest_groups_and_says_what_that_may_cost(tmp_path, caplog):
     """Each process numbers its own groups, so that their numbers are others'."""
     trainer, checkpoints = make_trainer(), Checkpoints(tmp_path)
-    groups = {"next": 8, "beyond": []}
+    groups = {"next": 8, "beyond": [], "num_replaced": 0}
     checkpoints.save(trainer, LastStep(num_steps=1, metrics={}, groups=groups))
     assert Checkpoints(tmp_path).resume(make_trainer()).groups == groups
     of_two_processes(tmp_path / "step-00000001", {})
@@ -200,7 +200,7 @@ def test_another_number_of_processes_takes_the_lowest_groups_and_says_what_that_
 
 def test_a_curriculum_is_refused_in_another_number_of_processes(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    groups = {"next": 8, "beyond": [], "choices": {}}
+    groups = {"next": 8, "beyond": [], "num_replaced": 0, "choices": {}}
     checkpoints.save(make_trainer(), LastStep(num_steps=1, metrics={}, groups=groups))
     of_two_processes(tmp_path / "step-00000001", {})
     with pytest.raises(CheckpointError, match="was written by 2 processes, and is continued by 1: with a curriculum"):
