@@ -4,7 +4,8 @@
 
 - OWNER in the addresses of the metadata, the site and the issue forms becomes the account that publishes.
 - Relative links and images of the README become absolute ones of the tag, as package indices need them.
-- The changelog's section of the version becomes the notes. An error if tag, version and section differ.
+- The changelog's section of the version becomes the notes, with absolute links. An error if tag, version and section
+  differ.
 """
 
 from __future__ import annotations
@@ -48,15 +49,16 @@ def prepare(root: Path, owner: str, tag: str, notes: Path | None) -> None:
     )
     if section is None or "unreleased" in (section[1] or ""):
         raise ValueError(f"CHANGELOG.md must have a section `## {version} (DATE)`, which is not called unreleased")
-    if notes is not None:
-        notes.write_text(section[2].strip() + "\n", "utf-8")
+    repository = f"https://github.com/{owner}/unbroken"
+    if notes is not None:  # a page of releases has no files beside it
+        notes.write_text(make_absolute(section[2].strip() + "\n", repository, tag), "utf-8")
     for place in PLACES:
         text = (root / place).read_text("utf-8")
         if "OWNER" not in text:
             raise ValueError(f"{place} must have an address with OWNER, which is put in here")
         (root / place).write_text(text.replace("OWNER", owner), "utf-8")
     readme = root / "README.md"
-    readme.write_text(make_absolute(readme.read_text("utf-8"), f"https://github.com/{owner}/unbroken", tag), "utf-8")
+    readme.write_text(make_absolute(readme.read_text("utf-8"), repository, tag), "utf-8")
 
 
 def make_absolute(text: str, repository: str, tag: str) -> str:

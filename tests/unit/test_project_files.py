@@ -77,9 +77,10 @@ def test_a_release_has_absolute_images_and_the_publishers_addresses(tmp_path: Pa
     heading = f"## {unbroken.__version__} (2026-01-01)\n"
     changelog.write_text(heading.replace("2026-01-01", "unreleased"))
     assert "which is not called unreleased" in run(tag)
-    changelog.write_text(f"# Changelog\n\n{heading}- One.\n\n## 0.0.1 (2025-01-01)\n- Two.\n")
+    changelog.write_text(f"# Changelog\n\n{heading}- [One](docs/a.md#b).\n\n## 0.0.1 (2025-01-01)\n- Two.\n")
     assert run(tag) == ""
-    assert (tmp_path / "notes").read_text() == "- One.\n"
+    linked = f"https://github.com/somebody/unbroken/blob/{tag}/docs/a.md#b"
+    assert (tmp_path / "notes").read_text() == f"- [One]({linked}).\n"
     readme = (tmp_path / "README.md").read_text("utf-8")
     images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)
     assert len(images) >= 2
