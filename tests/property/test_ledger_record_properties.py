@@ -80,8 +80,8 @@ TURN = st.builds(
     idempotency_key=st.none() | TEXT,
     answer_id=TEXT,
     created_s=st.floats(0, 4e9),
-    policy=st.none() | TEXT,
-    sampling=st.none() | OBJECT,
+    policy=TEXT,
+    sampling=OBJECT,
 )
 MESSAGE = st.builds(
     MessageRecord,

@@ -81,8 +81,8 @@ def make_turn(number: int = 0, *, num_ids: int = 5, choice: int = 0, image: byte
         request_digest=bytes(range(32)),
         idempotency_key=f"retry-{number}",
         answer_id=f"answer-{number}-{choice}",
-        policy="tinker://run/sampler_weights/a" if number else None,
-        sampling={"top_p": 0.5} if number else None,
+        policy="tinker://run/sampler_weights/a" if number else "model",
+        sampling={"top_p": 0.5} if number else {},
         created_s=1.6e9 + number / 8,
     )
 

@@ -96,10 +96,10 @@ class SessionSettings(StrictBody):
 class StoredSettings(SessionSettings):
     """What is stored of a session's settings."""
 
-    model: str | None = None
-    """The served model, whose tokenizer made the ids; null in sessions of releases that did not store it."""
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer that made the ids; null likewise."""
+    model: str
+    """The served model, whose tokenizer made the ids."""
+    tokenizer: str | None
+    """Folder or hub name of the tokenizer that made the ids; null for a server that was given none by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

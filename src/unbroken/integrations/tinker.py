@@ -59,10 +59,10 @@ class ProvableTurn:
 
     prompt_ids: TokenIds
     sampled: SampledSequence
-    policy: str | None
-    """Which policy answered, whose versions `sampled` has; None in turns of earlier releases."""
-    sampling: Mapping[str, Any] | None
-    """`SamplingParams.changes`; None likewise."""
+    policy: str
+    """Which policy answered, whose versions `sampled` has."""
+    sampling: Mapping[str, Any]
+    """`SamplingParams.changes`."""
 
 
 def read_turns(stored: StoredSession) -> dict[int, ProvableTurn]:

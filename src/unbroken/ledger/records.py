@@ -177,10 +177,10 @@ class TurnRecord:
     answer_id: str
     created_s: float
     """Unix seconds."""
-    policy: str | None = None
-    """The name of the policy that answered, whose versions `sequence` has; None in turns of earlier releases."""
-    sampling: Mapping[str, Any] | None = None
-    """`SamplingParams.changes`, a JSON object; None likewise."""
+    policy: str
+    """The name of the policy that answered, whose versions `sequence` has."""
+    sampling: Mapping[str, Any]
+    """`SamplingParams.changes`, a JSON object."""
 
     def __post_init__(self) -> None:
         if self.sequence.top_logprobs is not None:

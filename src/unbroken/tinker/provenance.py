@@ -302,12 +302,10 @@ class ProvenanceCheck:
         if is_own or not self._has_ratio or not (is_used or self._fills):
             return
         if self._policy in _REFUSING:
-            changes = sequence.sampling
-            how = "by an earlier release, which did not record how" if changes is None else f"with {dict(changes)}"
             raise InvalidInputError(
-                f"{span.name}: the ids of {sequence.sequence_id!r} were sampled {how}, and {self._loss} has the ratio "
-                "to logprobs at temperature 1 of the whole vocabulary: sample without top_k, top_p, min_p, penalties "
-                f"and formats. {self._untrained}"
+                f"{span.name}: the ids of {sequence.sequence_id!r} were sampled with {dict(sequence.sampling)}, and "
+                f"{self._loss} has the ratio to logprobs at temperature 1 of the whole vocabulary: sample without "
+                f"top_k, top_p, min_p, penalties and formats. {self._untrained}"
             )
 
     @property

@@ -37,36 +37,29 @@ FactsT = TypeVar("FactsT", "ModelFacts", "Checkpoint")
 _FILES = Path("runs/tinker")
 ANSWERS_KEPT_S = 3600.0
 _VERSION_1 = (
-    "CREATE TABLE IF NOT EXISTS prompts (id TEXT PRIMARY KEY, ids {blob} NOT NULL)",
-    """CREATE TABLE IF NOT EXISTS sequences (
+    "CREATE TABLE prompts (id TEXT PRIMARY KEY, ids {blob} NOT NULL)",
+    """CREATE TABLE sequences (
     id TEXT PRIMARY KEY, prompt TEXT NOT NULL, owner TEXT NOT NULL, model TEXT NOT NULL, ids {blob} NOT NULL,
-    logprobs {blob} NOT NULL, versions TEXT NOT NULL, content {blob} NOT NULL, made {float} NOT NULL)""",
-    "CREATE INDEX IF NOT EXISTS sequences_by_content ON sequences (content)",
-    """CREATE TABLE IF NOT EXISTS models (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, facts TEXT NOT NULL, used {float} NOT NULL, ended TEXT)""",
-    """CREATE TABLE IF NOT EXISTS checkpoints (
-    path TEXT PRIMARY KEY, model TEXT NOT NULL, owner TEXT NOT NULL, facts TEXT NOT NULL, made {float} NOT NULL)""",
-)
-"""Folders of before had no version. In some stores sequences have one more column, `whole`, which is not used."""
-_VERSION_2 = (
-    "ALTER TABLE sequences ADD COLUMN finish TEXT NOT NULL DEFAULT 'length'",
+    logprobs {blob} NOT NULL, versions TEXT NOT NULL, content {blob} NOT NULL, made {float} NOT NULL,
+    finish TEXT NOT NULL, sampling TEXT NOT NULL)""",
+    "CREATE INDEX sequences_by_content ON sequences (content)",
     "CREATE INDEX sequences_by_time ON sequences (made)",
     "CREATE INDEX sequences_by_model ON sequences (model, made)",
+    """CREATE TABLE models (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, facts TEXT NOT NULL, used {float} NOT NULL, ended TEXT)""",
+    """CREATE TABLE checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, owner TEXT NOT NULL, facts TEXT NOT NULL, made {float} NOT NULL)""",
     """CREATE TABLE steps (
     model TEXT NOT NULL, version {integer} NOT NULL, metrics TEXT NOT NULL, made {float} NOT NULL)""",
     "CREATE INDEX steps_by_model ON steps (model, made)",
     "CREATE TABLE store (name TEXT NOT NULL)",
     "INSERT INTO store VALUES ('')",
-)
-_VERSION_3 = (
     """CREATE TABLE results (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, digest {blob} NOT NULL, answer {blob}, is_protobuf {integer} NOT NULL,
     ended {float} NOT NULL)""",
     "CREATE INDEX results_by_time ON results (ended)",
     "CREATE INDEX answers_by_time ON results (ended) WHERE answer IS NOT NULL",
 )
-_VERSION_4 = ("ALTER TABLE sequences ADD COLUMN sampling TEXT",)
-"""By which distribution; null in sequences of earlier releases."""
 _INSERT_SEQUENCE = (
     "INSERT INTO sequences (id, prompt, owner, model, ids, logprobs, versions, content, made, finish, sampling) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -81,7 +74,7 @@ TINKER_TABLES = Tables(
     schema="unbroken_tinker",
     locks=0x756E7469,
     is_shared=False,
-    migrations=(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4),
+    migrations=(_VERSION_1,),
     revision="SELECT (SELECT MAX(made) FROM sequences), (SELECT MAX(made) FROM steps), (SELECT COUNT(*) FROM models), "
     "(SELECT MAX(used) FROM models), COUNT(*), MAX(made) FROM checkpoints",
 )
@@ -97,8 +90,8 @@ class RecordedSequence:
     prompt_ids: TokenIds
     sampled: SampledSequence
     """Its versions are those of the model, which rise with each change of the weights."""
-    sampling: Mapping[str, Any] | None = None
-    """`SamplingParams.changes`: by what its distribution is not the model's own; None if an earlier release sampled."""
+    sampling: Mapping[str, Any]
+    """`SamplingParams.changes`: by what its distribution is not the model's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,14 +193,14 @@ def _read_facts(kind: type[FactsT], facts: str, **columns: Any) -> FactsT:
         raise _refuse_cell(cell, facts, error) from error
 
 
-def _read_sequence(name: str, model: str, sampling: str | None, prompt: bytes, *columns: Any) -> RecordedSequence:
+def _read_sequence(name: str, model: str, sampling: str, prompt: bytes, *columns: Any) -> RecordedSequence:
     try:
         return RecordedSequence(
             sequence_id=name,
             model_id=model,
             prompt_ids=np.frombuffer(prompt, np.int32),
             sampled=decode_sampled(*columns),
-            sampling=None if sampling is None else json.loads(sampling),
+            sampling=json.loads(sampling),
         )
     except (ValueError, TypeError, RecursionError, UnbrokenError) as error:
         raise _refuse_cell("sequences", name, error) from error
@@ -240,10 +233,9 @@ def decode_sampled(ids: bytes, logprobs: bytes, versions: str, finish: str) -> S
     )
 
 
-def _find_model(policy: str | None) -> str:
+def _find_model(policy: str) -> str:
     """The run of a checkpoint's name, or of a run's; empty for others."""
-    name = policy or ""
-    return name.removeprefix(CHECKPOINT).partition("/")[0] if name.startswith(CHECKPOINT) else ""
+    return policy.removeprefix(CHECKPOINT).partition("/")[0] if policy.startswith(CHECKPOINT) else ""
 
 
 def _begin(cursor: Cursor) -> str:
@@ -316,7 +308,7 @@ class TinkerStore:
                 each.sequence_id, request_id, owner, each.model_id, _to_bytes(each.sampled.completion_ids),
                 each.sampled.rollout_logprobs.tobytes(), json.dumps(list(map(astuple, each.sampled.version_spans))),
                 hash_content(each.prompt_ids, each.sampled.completion_ids), now, each.sampled.finish_reason.value,
-                None if each.sampling is None else json.dumps(dict(each.sampling)),
+                json.dumps(dict(each.sampling)),
             )
             for each in result.sequences
         ]  # fmt: skip

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -171,22 +169,6 @@ def test_a_reader_sees_steps_and_changes(open_store, location):
     assert len(set(revisions)) == 4
     ((model, version, metrics),) = select(location, "SELECT model, version, metrics FROM steps")
     assert (model, version, json.loads(metrics)) == ("run", 1, {"loss:sum": 0.5})
-
-
-def test_a_folder_of_before_versions_opens(tmp_path):
-    """As release 0.x wrote it: no version, and no reasons why sequences ended."""
-    names = {"blob": "BLOB", "float": "REAL", "integer": "INTEGER"}
-    with closing(sqlite3.connect(tmp_path / "tinker.sqlite3")) as before, before:
-        for statement in TINKER_TABLES.migrations[0]:
-            before.execute(statement.format_map(names))
-        prompt, ids = np.array([5], np.int32).tobytes(), np.array([8, 9], np.int32).tobytes()
-        before.execute("INSERT INTO prompts VALUES ('s', ?)", (prompt,))
-        row = ("s", "s", "me", "", ids, np.zeros(2, np.float32).tobytes(), "[[0, 2, 0]]", b"c", 1.0)
-        before.execute(f"INSERT INTO sequences VALUES ({', '.join('?' * 9)})", row)
-    before.close()
-    store = TinkerStore(tmp_path)
-    found = store.find_sequence("s", owner="me")
-    assert (found.sampled.completion_ids.tolist(), found.sampling) == ([8, 9], None)
 
 
 @pytest.mark.parametrize("location", ["postgres"], indirect=True)

@@ -83,6 +83,10 @@ _VERSION_1 = (
         idempotency_key TEXT,
         answer_id TEXT NOT NULL,
         created_s {float} NOT NULL,
+        kept_ids {blob},
+        kept_sizes {blob},
+        policy TEXT NOT NULL,
+        sampling TEXT NOT NULL,
         PRIMARY KEY (session, number, choice)
     )
     """,
@@ -105,16 +109,6 @@ _VERSION_1 = (
     )
     """,
     "CREATE INDEX blob_sessions ON session_blobs (sha256)",
-)
-"""Arrays are blobs of little-endian int32 or float32, JSON is TEXT, and `blobs` has images and tools."""
-
-_VERSION_2 = ("ALTER TABLE turns ADD COLUMN kept_ids {blob}", "ALTER TABLE turns ADD COLUMN kept_sizes {blob}")
-"""The ids that a turn's ids were sampled from, and how many at each; null if none are known."""
-
-_VERSION_3 = ("ALTER TABLE turns ADD COLUMN policy TEXT", "ALTER TABLE turns ADD COLUMN sampling TEXT")
-"""Who answered, and by which distribution; null in turns of earlier releases."""
-
-_VERSION_4 = (
     """
     CREATE TABLE streams (
         session {integer} NOT NULL REFERENCES sessions ON DELETE CASCADE,
@@ -134,9 +128,12 @@ _VERSION_4 = (
     )
     """,
 )
-"""Pieces of replies that are streamed, and of those whose streams broke; conversations of Responses."""
+"""Arrays are blobs of little-endian int32 or float32, JSON is TEXT, and `blobs` has images and tools. `kept_ids` of a
+turn are the ids that its ids were sampled from, and `kept_sizes` how many at each; null if none are known. `streams`
+has pieces of replies that are streamed, and of those whose streams broke, and `conversations` those of Responses.
+"""
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1,)
 """The statements that make version k + 1 of version k; version 0 is an empty database. Only ever appended to."""
 
 
@@ -298,7 +295,7 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
         *(record.continued, record.fork, record.refusal, encode_json(record.tolerances)),
         *(record.request_digest, record.idempotency_key, record.answer_id, record.created_s),
         *((None, None) if kept is None else (_to_bytes(kept.token_ids, _INT), _to_bytes(kept.sizes, _INT))),
-        *(record.policy, None if record.sampling is None else encode_json(record.sampling)),
+        *(record.policy, encode_json(record.sampling)),
     )
 
 
@@ -311,7 +308,7 @@ def decode_turn(row: Sequence[Any]) -> TurnRecord:
     return TurnRecord(
         **{name: values[name] for name in (*plain, "idempotency_key", "answer_id", "created_s", "policy")},
         options=json.loads(values["options"]),
-        sampling=None if values["sampling"] is None else json.loads(values["sampling"]),
+        sampling=json.loads(values["sampling"]),
         given=_decode_given(values),
         parent=parent,
         sequence=_decode_sequence(values),

@@ -246,8 +246,8 @@ class _SequenceReader(StoreReader):
 
     def _load(self, session_id: str, cursor: Cursor) -> StoredSession | None:
         query = (
-            "SELECT s.model, p.ids, s.made, s.ids, s.logprobs, s.versions, s.finish, COALESCE(m.facts, (SELECT facts "
-            "FROM models ORDER BY used DESC LIMIT 1)) FROM sequences s JOIN prompts p ON p.id = s.prompt "
+            "SELECT s.model, s.sampling, p.ids, s.made, s.ids, s.logprobs, s.versions, s.finish, COALESCE(m.facts, "
+            "(SELECT facts FROM models ORDER BY used DESC LIMIT 1)) FROM sequences s JOIN prompts p ON p.id = s.prompt "
             "LEFT JOIN models m ON m.id = s.model WHERE s.id = ?"
         )
         rows = cursor.select(query, session_id)
@@ -350,7 +350,7 @@ def _find_versions(path: nodes.Path) -> list[list[Any]]:
 
 
 def _make_session(name: str, row: Sequence[Any], find_texts: Callable[[str], TokenTexts | None]) -> StoredSession:
-    model_id, prompt, made, *columns, facts = row
+    model_id, sampling, prompt, made, *columns, facts = row
     base = "" if facts is None else str(read_json(facts, max_bytes=_MAX_BYTES)["base_model"])
     texts = find_texts(base)
     prompt_ids, sequence = np.frombuffer(prompt, np.int32), decode_sampled(*columns)
@@ -366,6 +366,7 @@ def _make_session(name: str, row: Sequence[Any], find_texts: Callable[[str], Tok
     turn = TurnRecord(
         number=0, tree=0, prompt_node=0, reply_node=1, tools_key="", request_digest=b"", answer_id="", created_s=made,
         given=given, parent=Position(node=0, offset=len(prompt_ids)), sequence=sequence,
+        policy=model_id or base, sampling=read_json(sampling, max_bytes=_MAX_BYTES),
     )  # fmt: skip
     record = SessionRecord(
         session_id=name, key_digest=bytes(32), created_s=made, expires_s=made, status=SessionStatus.FINISHED,

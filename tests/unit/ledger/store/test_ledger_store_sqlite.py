@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import stat
@@ -14,7 +13,6 @@ from support.killed_store import kill_and_check
 from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store import open_store, sqlite
-from unbroken.ledger.store.tables import MIGRATIONS
 
 
 def fill(folder: Path) -> None:
@@ -22,13 +20,6 @@ def fill(folder: Path) -> None:
     store.create(make_session("s"))
     store.commit([make_commit("s", 0)])
     store.close()
-
-
-def read_version(folder: Path) -> int:
-    connection = sqlite3.connect(folder / "sessions.sqlite3")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    connection.close()
-    return version
 
 
 def test_nothing_that_was_acknowledged_is_lost_by_kill_9_and_nothing_is_half_there(tmp_path):
@@ -52,23 +43,6 @@ def test_a_second_process_is_told_which_one_uses_the_folder(tmp_path):
         open_store(str(tmp_path))
     store.close()
     open_store(str(tmp_path)).close()
-
-
-def test_a_store_of_the_first_version_is_opened_and_its_turns_have_none_of_the_later_columns(tmp_path):
-    fill(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as connection:
-        for column in ("kept_ids", "kept_sizes", "policy", "sampling"):
-            connection.execute(f"ALTER TABLE turns DROP COLUMN {column}")
-        for table in ("streams", "conversations"):
-            connection.execute(f"DROP TABLE {table}")
-        connection.execute("PRAGMA user_version = 1")
-    assert read_version(tmp_path) == 1
-    store = open_store(str(tmp_path))
-    loaded = store.load("s")
-    assert loaded is not None
-    assert [(turn.sequence.kept_ids, turn.policy, turn.sampling) for turn in loaded.turns] == [(None, None, None)]
-    store.close()
-    assert read_version(tmp_path) == len(MIGRATIONS)
 
 
 def test_an_older_sqlite_is_refused_and_this_one_is_not(tmp_path, monkeypatch):
