@@ -122,9 +122,7 @@ class ClusterRun(WatchedRun):
 
     def reasons(self, part: str) -> list[str]:
         """Why a part was started again or lost."""
-        return [
-            each["reason"] for each in self.events() if each["part"] == part and each["what"] in ("restart", "lost")
-        ]
+        return [each["reason"] for each in self.events() if each["part"] == part and each["what"] == "restart"]
 
     def finish(self) -> None:
         """Wait for the end of a run that ends well."""

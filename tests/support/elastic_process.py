@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from unbroken.errors import CheckpointError
+from unbroken.training.model.pretrained import ModelOrigin
 from unbroken.training.state import TrainerState, copy_tensors, load_averages, name_averages, read_state, write_state
 
 NUM_PROCESSES = 4
@@ -99,7 +100,8 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], model: nn.Module, group
     if group is not None:
         dist.broadcast_object_list(keys)
     trained = tuple(name for name, _ in model.named_parameters())
-    state = TrainerState(policy_version=1, num_updates=2, processes=({},), trained=trained)
+    origin = ModelOrigin(source="", architecture=type(model).__name__, dtype="float32", adapter=None, config={})
+    state = TrainerState(policy_version=1, num_updates=2, processes=({},), frozen="", trained=trained, model=origin)
     write_state(folder, tensors=copy_tensors(tensors, group=group), state=state, key=keys[0], group=group)
 
 

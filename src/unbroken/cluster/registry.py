@@ -108,7 +108,7 @@ class Registry:
         self._write_files()
 
     def _count(self, part: str, what: str, reason: str) -> None:
-        if what in ("restart", "lost"):  # "lost" stands in logs of older releases
+        if what == "restart":
             self._restarts[part] = self._restarts.get(part, 0) + 1
             self._reasons[part] = reason
 

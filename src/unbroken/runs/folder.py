@@ -23,7 +23,6 @@ from typing import Any, BinaryIO, cast
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import is_running
 from unbroken.runs.process_file import PROCESS_FILE
-from unbroken.runs.settings import redact
 from unbroken.untrusted import MAX_FACTS_BYTES, open_inside, read_json_file
 
 _FILE = "recipe.json"
@@ -153,9 +152,8 @@ def claim_folder(
         _write(path, new)
         return False
     stored = read_recipe(folder)
-    before = {name: redact(value, name) for name, value in stored.settings.items()}  # earlier releases kept secrets
     all_files = {**stored.files, **new.files}  # one that cannot be read today is compared again
-    is_other = (stored.name, before, stored.files) != (recipe, settings, all_files)
+    is_other = (stored.name, stored.settings, stored.files) != (recipe, settings, all_files)
     has_no_step = is_other and _has_trained_nothing(folder)
     if stored.name != recipe and not (has_no_step and not (folder / _EVALUATIONS).exists()):
         raise InvalidInputError(
@@ -168,7 +166,7 @@ def claim_folder(
             (folder / file).unlink(missing_ok=True)
         _write(path, new)
         return False
-    _check_same(folder, before, settings)
+    _check_same(folder, stored.settings, settings)
     _check_same_files(folder, stored.files, new.files)
     if stored != (whole := replace(new, files=all_files)):  # of several processes, only the first writes
         _write(path, whole)
@@ -183,8 +181,8 @@ def read_recipe(folder: Path) -> StoredRecipe:
         return StoredRecipe(
             name=contents["recipe"],
             settings=dict(contents["settings"]),
-            files=dict(contents.get("files", {})),  # earlier releases kept no digests
-            code=contents.get("code", ""),
+            files=dict(contents["files"]),
+            code=contents["code"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(

@@ -171,12 +171,12 @@ def _check_sizes(run: Path, evaluators: Sequence[Evaluator]) -> None:
     """Raise `InvalidInputError` if the run has evaluations of other sizes, with which no curve could be made."""
     by_name = {each.name: each for each in evaluators}
     for line in read_evaluations(run):
-        own = by_name.get(line.get("set", DEFAULT_SET))
+        own = by_name.get(line["set"])
         if own is None:
             continue
         for option, name in (("--problems", "num_problems"), ("--samples", "num_samples")):
-            there, size = line.get(name), getattr(own, name)
-            if there is not None and there != size:
+            there, size = line[name], getattr(own, name)
+            if there != size:
                 raise InvalidInputError(
                     f"{option} must be {there} as in the evaluations of {own.name} in {run}, got {size}: their numbers "
                     "are on one curve"

@@ -322,12 +322,12 @@ class TrainerBackend:
         with self.fail_together():
             stored = read_state(folder, process=self.accelerator.process_index, num_processes=num_processes)
             state = stored.state
-        if state.model is not None and state.model.dtype != self._origin.dtype:
+        if state.model.dtype != self._origin.dtype:
             raise CheckpointError(
                 f"{folder} is of a model in {state.model.dtype}, and this one is in {self._origin.dtype}: set "
                 f"model_settings.dtype to {state.model.dtype}"
             )
-        if state.frozen != (frozen := self.from_all_processes(self._sum_frozen(like=state.frozen))[0]):
+        if state.frozen != (frozen := self.from_all_processes(self._sum_frozen())[0]):
             raise CheckpointError(
                 f"{folder} is of a model whose frozen weights have the checksum {state.frozen!r}, and not {frozen!r}: "
                 "give the trainer the model that the run began with"
@@ -343,12 +343,12 @@ class TrainerBackend:
         self.num_updates = state.num_updates
         return state
 
-    def _sum_frozen(self, like: str = "") -> str:
+    def _sum_frozen(self) -> str:
         """The checksum of the weights that checkpoints leave out, in the first process; empty if there are none."""
         model = self._model()
         if not is_adapted(model) or not (self.is_sharded or self.accelerator.is_main_process):
             return ""
-        return checksum_of_frozen(model, like=like, gather=gather_tensor)
+        return checksum_of_frozen(model, gather=gather_tensor)
 
     def _parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint: weights, the optimizer's averages, and a reference that changes."""

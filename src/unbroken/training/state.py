@@ -7,7 +7,7 @@
 
 Names of tensors: `weights.NAME` (of a model with adapters those that are trained), `optimizer.NAME.exp_avg` and others,
 and `reference.NAME` of a reference that changes (`ReferenceSync`). Any number of processes, with tensors that are
-sharded in any way, reads what any other wrote. Format 1 had whole tensors in safetensors files.
+sharded in any way, reads what any other wrote.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_n
 
 ADAPTER_CONFIG = "adapter_config.json"
 _STATE, _METADATA = "state.json", ".metadata"
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 1
 _OF_PROCESS = " of process "
 """In the names of tensors that one process alone has."""
 _QUANTISED = ". Quantised averages that are sharded continue with the same number of processes alone"
@@ -57,12 +57,11 @@ class TrainerState:
     num_updates: int
     processes: tuple[Mapping[str, Any], ...]
     """For each process, its generator's state as `rng` and the caller's `extra`."""
-    frozen: str = ""
+    frozen: str
     """A checksum of the weights that are not saved because they are not trained; empty if all are saved."""
     trained: tuple[str, ...]
     """Names of the trained parameters, in the optimizer's order."""
-    model: ModelOrigin | None = None
-    """None in checkpoints that do not have it."""
+    model: ModelOrigin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +208,9 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
             policy_version=int(found["policy_version"]),
             num_updates=int(found["num_updates"]),
             processes=tuple(found["processes"]),
-            frozen=str(found.get("frozen", "")),
+            frozen=str(found["frozen"]),
             trained=tuple(found["trained"]),
-            model=ModelOrigin(**found["model"]) if found.get("model") else None,
+            model=ModelOrigin(**found["model"]),
         )
         files = tuple(WeightFile(**file) for file in found["files"])
         if _METADATA not in {file.name for file in files}:

@@ -318,7 +318,7 @@ def test_numbers_below_one_are_refused(tmp_path, name):
         Checkpoints(tmp_path, **{name: 0})
 
 
-@pytest.mark.parametrize("changed", [{"files": []}, {"files": "none"}, {"files": {}}, {"format": 1}, {"format": 3}])
+@pytest.mark.parametrize("changed", [{"files": []}, {"files": "none"}, {"files": {}}, {"format": 0}, {"format": 2}])
 def test_files_that_are_none_and_other_formats_are_refused(saved, changed):
     _, folder = saved
     state = json.loads((folder / "state.json").read_text())

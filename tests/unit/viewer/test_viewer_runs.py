@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import resource
@@ -287,19 +286,6 @@ def test_a_run_of_50_steps_with_128_rollouts_opens_in_2_s(tmp_path):
     assert resources.get("run/0/step/49/rollout/127")["record"]["rows"][0]["token_ids"] == list(range(1200))
     assert time.process_time() - start < 2.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
-
-
-def test_a_file_whose_columns_have_no_prompts_yet_has_the_same_lines(tmp_path):
-    write_step(tmp_path, 0, [make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)]), make_forked()], num_kept=1)
-    before = json.loads(json.dumps(open_runs([tmp_path]).get("run/0/table")["rows"]))
-    assert [each["prompt"][:14] for each in before] == ["What is 2 + 2?", "<script>hacked"]
-    path = tmp_path / "rollouts" / "step-00000000.rank-0.jsonl.gz"
-    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    del lines[0]["columns"]["prompt"], lines[0]["columns"]["problem"]
-    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    resources = open_runs([tmp_path])
-    assert json.loads(json.dumps(resources.get("run/0/table")["rows"])) == before
-    assert resources.get("run/0/step/0/rollout/1")["record"]["trajectory"] == "g0/1"
 
 
 def test_a_problem_is_the_row_of_the_data_set_or_what_stands_before_the_first_answer():

@@ -204,7 +204,7 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
 
 
 def read_ending(folder: Path) -> Ending:
-    """How the process of a run ended, by `process.json`; of a run of an earlier version by its lock."""
+    """How the process of a run ended, by `process.json`; by its lock if that could not be written."""
     found = read_object(folder, PROCESS_FILE)
     if found is None:
         return Ending(status=find_state_of_lock(folder))

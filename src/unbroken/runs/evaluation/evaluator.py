@@ -243,10 +243,8 @@ def _make_outage(reason: str) -> OutageError:
 
 
 def _key(line: Mapping[str, Any]) -> tuple[int, str, int, int]:
-    """What tells evaluations apart. Lines of earlier versions have one set, and one sample of each problem."""
-    num_samples = line.get("num_samples", 1)
-    num_problems = line.get("num_problems", line["num_rollouts"])
-    return line["step"], line.get("set", DEFAULT_SET), num_problems, num_samples
+    """What tells evaluations apart."""
+    return line["step"], line["set"], line["num_problems"], line["num_samples"]
 
 
 def _add(output: Path, new: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, form: ModelForm, source
     """Write the model of a checkpoint into `folder`, and return the checkpoint's own folder.
 
     `checkpoint` is a checkpoint's folder, or that of a run, whose newest one is taken. `source` is the folder or hub
-    name of the model that was trained, where the checkpoint does not know it or it has moved.
+    name of the model that was trained, where it was made in code or has moved.
 
     Raises:
         InvalidInputError: there is no checkpoint, `folder` holds files, the model is not found or is another one, or
@@ -53,7 +53,7 @@ def load_checkpoint(checkpoint: Path, *, source: str | None = None) -> tuple[Any
         CheckpointError: the checkpoint is damaged.
     """
     stored = read_state(checkpoint)
-    origin = _find_origin(stored.state, checkpoint, source)
+    origin = _find_origin(stored.state.model, source)
     return _load_model(origin, stored), stored.state, origin
 
 
@@ -67,13 +67,7 @@ def find_checkpoint(folder: Path) -> Path:
     return found[max(found)]
 
 
-def _find_origin(state: TrainerState, checkpoint: Path, source: str | None) -> ModelOrigin:
-    origin = state.model
-    if origin is None:
-        raise InvalidInputError(
-            f"CHECKPOINT must say which model was trained, and {checkpoint} does not: continue its run for a step, "
-            "which writes one that does"
-        )
+def _find_origin(origin: ModelOrigin, source: str | None) -> ModelOrigin:
     if source is not None:
         return replace(origin, source=locate(source))
     if not origin.source or (Path(origin.source).is_absolute() and not Path(origin.source).is_dir()):
@@ -101,15 +95,14 @@ def _load_model(origin: ModelOrigin, stored: StoredState) -> Any:
     trained = set(state.trained)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    if state.frozen and state.frozen != (found := checksum_of_frozen(model, like=state.frozen)):
+    if state.frozen and state.frozen != (found := checksum_of_frozen(model)):
         raise CheckpointError(
             f"{checkpoint} is of a model whose frozen weights have the checksum {state.frozen!r}, and those of "
             f"{origin.source} have {found!r}: give the model that the run began with as --model"
         )
     stored.load("weights", checkpoint_parameters(model))
-    if origin.config is not None:
-        causal = causal_lm(model)
-        causal.config = type(causal.config).from_dict(dict(origin.config))
+    causal = causal_lm(model)
+    causal.config = type(causal.config).from_dict(dict(origin.config))
     return model
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -38,8 +37,6 @@ _UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 _PLAIN = {"use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none"}
 """Options of `LoraConfig` with which an adapter is B A alone."""
-_SUMS = "sums-"
-"""Begins a checksum; older ones are a CRC-32."""
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -389,22 +386,20 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield strip_wrappers(name), module
 
 
-def checksum_of_frozen(model: Any, *, like: str = "", gather: Any = _itself) -> str:
+def checksum_of_frozen(model: Any, *, gather: Any = _itself) -> str:
     """A checksum of all parameters that are not trained: whether a checkpoint of adapters is of this base.
 
     Sums of the bits of each parameter, where it is: a GPU reads 33 GB in a few hundredths of a second, and one core
-    took 20 seconds for their CRC-32. Any changed bit changes it, and so do rows or columns that change places. `like`
-    is that of a checkpoint, which may be an old one's CRC-32. `gather` gathers a sharded parameter.
+    took 20 seconds for their CRC-32. Any changed bit changes it, and so do rows or columns that change places. `gather`
+    gathers a sharded parameter.
     """
     frozen = [(strip_wrappers(name), own) for name, own in model.named_parameters() if not own.requires_grad]
-    if like and not like.startswith(_SUMS):
-        return _crc_of(frozen, gather)
     digest = hashlib.sha256()
     sums = [_sum_bits(gather(parameter.detach())) for _, parameter in frozen]
     totals = torch.stack(sums).tolist() if sums else []
     for (name, parameter), of_parameter in zip(frozen, totals, strict=True):
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {of_parameter}".encode())
-    return _SUMS + digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
 def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -419,14 +414,6 @@ def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(
         [of_rows.sum(), (of_rows * places).sum(), (of_rows * places * places).sum(), (of_columns * columns).sum()]
     )
-
-
-def _crc_of(parameters: Sequence[tuple[str, nn.Parameter]], gather: Any) -> str:
-    value = 0
-    for name, parameter in parameters:
-        value = zlib.crc32(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode(), value)
-        value = zlib.crc32(gather(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy(), value)
-    return f"{value:08x}"
 
 
 def _merge_module(module: Any, prefix: str, gather: Any) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:

@@ -64,8 +64,8 @@ class ModelOrigin:
     """The model's type, such as float32."""
     adapter: str | None
     """The name of the one active adapter; None without adapters, or with several."""
-    config: Mapping[str, Any] | None = None
-    """The model's config as it was trained, which may differ from its source's; None in older checkpoints."""
+    config: Mapping[str, Any]
+    """The model's config as it was trained, which may differ from its source's."""
 
     @staticmethod
     def of(model: Any) -> ModelOrigin:

@@ -27,7 +27,6 @@ from unbroken.untrusted import check_json
 BROKEN = "broken"
 """The status of a rollout whose record cannot be read."""
 _MAX_BROKEN = 1000
-_TEXTS_START = b'{"kind": "texts"'
 _MAX_ERROR = 2000
 _Span = Annotated[list[float], Len(2, 3)]
 _SPANS = ("message_indices", "policy_versions", "loss", "clipped", "corrected", "advantages")
@@ -70,8 +69,6 @@ class StepFiles:
                             place = {"index": len(trajectories), "file": number, "line": k}
                             trajectories.append(place | dict(zip(columns, values, strict=True)))
                         break
-                    if line == 1 and data.startswith(_TEXTS_START):  # after columns of an earlier version
-                        continue
                     record = read_trajectory(data, line)
                     num_broken += record["status"] == BROKEN
                     if num_broken > _MAX_BROKEN:
@@ -126,7 +123,7 @@ def read_head(path: Path, line: bytes) -> tuple[dict[str, Any], dict[str, list[A
         head = {**vars(found), **(found.model_extra or {})}
         columns = head.pop("columns")
         check_json(head)
-        if columns is None or columns.problem is None or columns.prompt is None:  # of an earlier version
+        if columns is None:  # of more rollouts than are listed at the head of a file
             return head, None
         named = vars(columns)
         named |= {f"{PART}{name}": part for name, part in named.pop("parts").items()}
@@ -238,8 +235,8 @@ class _Columns(_Shape):
     reward: list[float | None]
     parts: dict[str, list[float | None]]
     wall_time_s: list[float | None]
-    prompt: list[str | None] | None = None
-    problem: list[str] | None = None
+    prompt: list[str | None]
+    problem: list[str]
     expected: list[str | None]
     given: list[str | None]
     num_turns: list[_Count]

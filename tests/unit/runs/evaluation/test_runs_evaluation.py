@@ -57,17 +57,6 @@ async def test_a_step_is_measured_once_for_a_number_of_problems(tmp_path):
     assert len(first.sampler.engine.requests) == 6
 
 
-async def test_lines_of_one_set_and_one_sample_are_read_as_they_were_written_before_there_were_more(tmp_path):
-    (tmp_path / "evaluation.jsonl").write_text(
-        '{"step": 0, "num_rollouts": 3, "num_without_reward": 0, "reward/mean": 7}\n'
-    )
-    assert (await evaluator(tmp_path).evaluate(0)).numbers["reward/mean"] == 7
-    other = replace(evaluator(tmp_path), name="other")
-    more = replace(evaluator(tmp_path), num_samples=2)
-    assert [(await each.evaluate(0)).numbers["reward/mean"] for each in (other, more)] == [1.0, 1.0]
-    assert [len(each.sampler.engine.requests) for each in (other, more)] == [3, 6]
-
-
 async def test_an_engine_of_newer_weights_tells_nothing_of_the_first_ones(tmp_path):
     late = evaluator(tmp_path)
     await late.sampler.engine.update_weights(TensorSource([]), policy_version=3)

@@ -207,10 +207,6 @@ def test_a_checkpoint_whose_model_has_moved_asks_for_it(adapted, model, tmp_path
     assert main(["export", str(checkpoint), str(tmp_path / "out"), "--model", str(moved)]) == 0
     exported = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert exported["base_model_name_or_path"] == str(moved)
-    del state["model"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    assert main(["export", str(checkpoint), str(tmp_path / "again")]) == 1
-    assert "CHECKPOINT must say which model was trained" in capsys.readouterr().err
 
 
 @pytest.fixture
