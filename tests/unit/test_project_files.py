@@ -22,6 +22,7 @@ from unbroken.server.options import name_model
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+NOTES = sorted(page for folder in ("lab-notes", "design") for page in (ROOT / "docs" / folder).glob("*.md"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -101,6 +102,14 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
     missing = [path.name for path in (ROOT / "docs").glob("*.md") if f": {path.name}\n" not in navigation]
     assert missing == ["lab-notes.md"], "add the page to `nav` of mkdocs.yml"
+
+
+@pytest.mark.parametrize("page", NOTES, ids=lambda page: page.stem)
+def test_the_files_that_notes_name_exist_or_are_said_to_be_removed(page: Path) -> None:
+    text = page.read_text("utf-8")
+    removed = " ".join(line for line in text.splitlines() if "removed after these runs: `git show " in line)
+    named = set(re.findall(r"\b((?:bench|tests|tools|recipes)/[\w/]+\.(?:py|toml))\b", text))
+    assert sorted(name for name in named if not (ROOT / name).exists() and f"`{name}`" not in removed) == []
 
 
 def test_make_clients_names_all_that_failed(tmp_path: Path) -> None:
