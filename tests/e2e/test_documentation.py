@@ -244,6 +244,14 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_every_page_says_first_for_whom_it_is() -> None:
+    """docs/templates.md and docs/lab-notes.md are lists, one of them written by a command."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in ("templates", "lab-notes")]
+    pages += (ROOT / "docs" / "tutorials").glob("*.md")
+    firsts = {page.name: page.read_text("utf-8").split("\n\n")[1] for page in pages}
+    assert not {name: text for name, text in firsts.items() if not text.startswith("For whoever ")}
+
+
 def test_the_files_that_contributing_names_exist() -> None:
     named = re.findall(
         r"`((?:src|tests|docs|tools|recipes|bench)/[\w./-]+)", (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -470,22 +478,24 @@ def test_the_blocks_of_sessions_run(workplace: Path, monkeypatch: pytest.MonkeyP
 def test_the_blocks_of_training_rollouts_and_environments_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (workplace / "sums.py").write_text(with_model(block("docs/training.md", "from dataclasses import dataclass")))
-    (workplace / "curriculum.py").write_text(block("docs/training.md", "from unbroken.runs.collector import"))
+    (workplace / "sums.py").write_text(
+        with_model(block("docs/own-environment.md", "from dataclasses import dataclass"))
+    )
+    (workplace / "curriculum.py").write_text(block("docs/choosing-problems.md", "from unbroken.runs.collector import"))
     assert main(["train", "task.toml", "--curriculum=curriculum.py:make", "--output=runs/unsolved", *SMALL]) == 0
-    assert main(["train", "sums.py", *SMALL]) == 0
+    assert main(["train", "own.py", *SMALL]) == 0
     capsys.readouterr()
     run_python(block("docs/rollouts.md", "from pathlib import Path"))
     assert capsys.readouterr().out.startswith("0 [0")
     if shutil.which("jq"):
         zcat = block("docs/rollouts.md", "zcat runs/sums/rollouts").replace("step-00000012", "step-00000000")
         assert json.loads(run_shell(zcat).splitlines()[0])[2] in ("completed", "truncated")
-    guess = block("docs/training.md", 'model = "Qwen/Qwen3-0.6B"\nenvironment = "recipes/guess.py')
+    guess = block("docs/own-environment.md", 'model = "Qwen/Qwen3-0.6B"\nenvironment = "recipes/guess.py')
     (workplace / "guess.toml").write_text(guess.replace("Qwen/Qwen3-0.6B", "path/to/model"))
     assert main(["train", "guess.toml", "--output=runs/guess", *SMALL]) == 0
     correct = run_python(block("docs/training.md", "def correct(completions, answer):"))["correct"]
     assert correct([" 23", "2"], ["23", "23"]) == [1.0, 0.0]
-    (workplace / "env.py").write_text(block("docs/environments.md", "import random"))
+    (workplace / "env.py").write_text(block("docs/own-environment.md", "import random"))
     assert main(["train", "--env", "env.py:Sum", "--model=path/to/model", "--output=runs/env", *SMALL]) == 0
 
 

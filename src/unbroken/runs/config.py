@@ -428,7 +428,7 @@ class RunConfig:
     """For online_dpo."""
     curriculum: FunctionName | None = None
     """What makes the curriculum, which chooses the next problem by the results so far: module:function or
-    file.py:function (docs/training.md). None: problems in their order."""
+    file.py:function (docs/choosing-problems.md). None: problems in their order."""
     precision: Precision = Precision.FLOAT32
     """The type in which the model's layers are computed; weights, logits and losses are always float32."""
     model_settings: ModelSettings = field(default_factory=ModelSettings)
