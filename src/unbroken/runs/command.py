@@ -9,8 +9,10 @@ import os
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -381,8 +383,12 @@ def _check_task(path: Path) -> None:
     from unbroken.runs.recipe import OpenRecipe, load_recipe, run_without_training
 
     recipe = load_recipe(path)
-    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, evaluate=check_without_training)
-    run_without_training(recipe, recipe.configure(["--preflight", "true"]), opened)
+    config = recipe.configure(["--preflight", "true"])
+    check = partial(check_without_training, output=config.output)
+    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, evaluate=check)
+    # Before the recipe makes its problems: agents' logs in the task's own folder kept `unbroken train` out of it.
+    with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:
+        run_without_training(recipe, replace(config, output=Path(folder)), opened)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -121,20 +120,23 @@ async def run(
     return opened, rollouts
 
 
-async def check_without_training(config: RunConfig, *, model: str | Path, train_on: Problems, **_: Any) -> None:
-    """Open a run, compare its policies, and make its preflight: `unbroken doctor TASK`. Writes into no output folder.
+async def check_without_training(
+    config: RunConfig, *, model: str | Path, train_on: Problems, output: Path, **_: Any
+) -> None:
+    """Open a run, compare its policies, and make its preflight: `unbroken doctor TASK`.
+
+    What engines and agents write is in `config.output`; `output` is shown, where the task would be trained.
 
     Raises:
         PolicyMismatchError: engine and trainer have two policies.
     """
     accelerator, console = join_accelerator(config, None), Console()
     here = replace(config.rollouts, samplers=0, listen=None, key_file=None)
-    with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:
-        own = replace(config, rollouts=here, output=Path(folder))  # logs and weights of an engine that is started
-        async with open_run(own, model=model, train_on=train_on, evaluate_on=[], accelerator=accelerator) as opened:
-            max_k3 = choose_max_k3(config, config.engine, opened.model)
-            check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
-            await _look_before(config, opened, check, console)
+    own = replace(config, rollouts=here)
+    async with open_run(own, model=model, train_on=train_on, evaluate_on=[], accelerator=accelerator) as opened:
+        max_k3 = choose_max_k3(config, config.engine, opened.model)
+        check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
+        await _look_before(replace(config, output=output), opened, check, console)
 
 
 async def _look_before(config: RunConfig, run: OpenRun, check: PolicyCheck, console: Console) -> None:

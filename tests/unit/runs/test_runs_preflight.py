@@ -110,6 +110,15 @@ def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_task_of_an_agent_is_looked_at_without_its_output_folder_too(tmp_path, task, capsys):
+    (tmp_path / "agent.py").write_text("print(1.0)\n")
+    text = task.read_text().replace('tools = ["rewards.py:shout"]', 'agent.command = ["python", "agent.py"]')
+    task.write_text(text.replace('rewards = [{function = "rewards.py:score"}]', 'agent.reward = "output"'))
+    assert main(["doctor", str(task)]) == 0
+    assert f"  output  {tmp_path / 'run'}" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
 def test_rollouts_of_a_preflight_are_judged_by_the_rules_of_the_diagnosis(tmp_path, model, capsys):
     task = write_task(tmp_path, model, reward="[0.0 for _ in completions]")
     assert main(["doctor", str(task)]) == 0
