@@ -87,13 +87,15 @@ def fit(
     tools: Sequence[Tool] = (),
     steps: int,
     output: str | Path = "runs/fit",
+    preflight: bool = True,
     **settings: Any,
 ) -> FitResult:
     """Train a model, or continue the run in `output`: the run that `unbroken train` makes, without files for it.
 
     `rows` are a list of dicts, a data set of `datasets`, or the path of a file; `reward` a function or several, as in
-    a rewards.py; `tools` functions with the decorator `@tool`. All other keywords are tables of a recipe's TOML, in
-    which a function or class stands as it is:
+    a rewards.py; `tools` functions with the decorator `@tool`. Without `preflight` no rollouts are sampled and shown
+    before the first step. All other keywords are tables of a recipe's TOML, in which a function or class stands as
+    it is:
 
         fit(model, rows, correct, steps=50, rollouts={"group_size": 8}, trainer={"optimizer": {"learning_rate": 1e-5}})
         fit(model, environment=GuessEnv, environment_arguments={"largest": 20}, steps=50)
@@ -112,7 +114,8 @@ def fit(
     try:
         recipe = load_recipe(None)
         values = read_table(table, recipe.section, source="", folder=None)
-        run_recipe(replace(recipe, name="unbroken.fit", values=values), digests=_digest_code(objects))
+        recipe = replace(recipe, name="unbroken.fit", values=values)
+        run_recipe(recipe, digests=_digest_code(objects), preflight=preflight)
     finally:
         given_objects.reset(before)
     return FitResult(folder=Path(output))

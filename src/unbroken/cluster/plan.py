@@ -241,11 +241,12 @@ def make_plan(recipe: Path, options: ClusterOptions, own: Sequence[str]) -> Plan
     Raises:
         InvalidInputError: the recipe cannot run with parts on several machines, or an option is wrong.
     """
+    from unbroken.runs.command import take_preflight
     from unbroken.runs.recipe import load_recipe
 
-    loaded = load_recipe(recipe)
-    config = loaded.configure(own)
-    _check_engine(loaded, config, own)
+    loaded, (_, settings) = load_recipe(recipe), take_preflight(own)
+    config = loaded.configure(settings)
+    _check_engine(loaded, config, settings)
     model = options.engine_model or getattr(config, "model", None)
     if model is None:
         raise InvalidInputError(

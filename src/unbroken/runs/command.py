@@ -38,6 +38,7 @@ def add_train_parser(commands: Any) -> None:
         "`unbroken train --env NAME --help` list the settings.",
         allow_abbrev=False,
     )
+    _add_preflight(train)
     _add_recipe(train)
     train.set_defaults(run=run_train, parser=train, advice="; the same command continues from the last checkpoint")
 
@@ -109,8 +110,34 @@ def add_eval_parser(commands: Any) -> None:
     evaluate.set_defaults(run=run_eval, parser=evaluate, advice="; what was sampled is kept")
 
 
+def _add_preflight(parser: argparse.ArgumentParser) -> None:
+    """Add an option of commands: it is no setting of a run, of which it changes nothing."""
+    parser.add_argument(
+        "--preflight",
+        type=_read_bool,
+        metavar="BOOL",
+        help="whether a few rollouts are sampled first, and shown on one screen: tools, calls, ends of turns, rewards, "
+        "cost (true); what continues has none",
+    )
+
+
+def _read_bool(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {word!r}")
+    return word.lower() == "true"
+
+
+def take_preflight(options: Sequence[str]) -> tuple[bool, list[str]]:
+    """What `--preflight` says among the options of a recipe, by default true, and the others."""
+    own = argparse.ArgumentParser(prog="unbroken train RECIPE", add_help=False, allow_abbrev=False)
+    _add_preflight(own)
+    found, others = own.parse_known_args(options)
+    return found.preflight is not False, others
+
+
 def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    _add_preflight(parser)
     add("-h", "--help", "--help-all", action=_EvalHelp, nargs=0, help="show this; after TASK, its settings")
     add(
         "--model",
@@ -211,6 +238,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             num_samples=arguments.samples,
             checks_policy=arguments.check,
             retokenises=arguments.retokenised,
+            preflight=arguments.preflight is not False,
         )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "evaluation needs the train extra", "train") from error
@@ -234,6 +262,8 @@ def _run_follow(arguments: argparse.Namespace) -> int:
     for name in ("models", "tokenizer", "reward", "retokenised"):
         if getattr(arguments, name):
             arguments.parser.error(f"--{name.removesuffix('s')} must be left out with --follow")
+    if arguments.preflight:
+        arguments.parser.error("--preflight must be left out with --follow, which has none")
     arguments.advice = "; what was evaluated is kept, and the same command continues it"
     try:
         from rich.console import Console
@@ -383,7 +413,7 @@ def _check_task(path: Path) -> None:
     from unbroken.runs.recipe import OpenRecipe, load_recipe, run_without_training
 
     recipe = load_recipe(path)
-    config = recipe.configure(["--preflight", "true"])
+    config = recipe.configure(())
     check = partial(check_without_training, output=config.output)
     opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, evaluate=check)
     # Before the recipe makes its problems: agents' logs in the task's own folder kept `unbroken train` out of it.
@@ -425,8 +455,10 @@ def run_train(arguments: argparse.Namespace) -> int:
             shown = () if "--help-all" in options else COMMON_FIELDS
             _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc, shown=shown))
             return 0
-        words = [str(arguments.recipe), *options] if arguments.recipe is not None else ["--env", *options[1:]]
-        run_recipe(load_recipe(arguments.recipe), options, words=words)
+        preflight, settings = take_preflight(options)
+        preflight &= arguments.preflight is not False  # before RECIPE, it is none of the recipe's options
+        words = [str(arguments.recipe), *settings] if arguments.recipe is not None else ["--env", *settings[1:]]
+        run_recipe(load_recipe(arguments.recipe), settings, words=words, preflight=preflight)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "training needs the train extra", "train") from error
     return 0
@@ -434,7 +466,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def run_sampler(arguments: argparse.Namespace) -> int:
     """Sample for a trainer until it ends; returns the exit status."""
-    options = _read_recipe(arguments)
+    _, settings = take_preflight(_read_recipe(arguments))  # the trainer's options, and it has made the preflight
     own_key = os.environ.pop(SAMPLER_KEY, None)  # programs that rollouts start do not get it
     if arguments.name and re.fullmatch(r"\d+-\d+", arguments.name) and not arguments.exit_with_parent:
         arguments.parser.error(f"--name must not be that of a sampler on the trainer's machine, got {arguments.name}")
@@ -458,7 +490,7 @@ def run_sampler(arguments: argparse.Namespace) -> int:
             wait_s=arguments.wait_s,
             ends_with_parent=arguments.exit_with_parent,
         )
-        run(arguments.recipe, options, role)
+        run(arguments.recipe, settings, role)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "a sampler needs the train extra", "train") from error
     return 0

@@ -413,6 +413,10 @@ DAPO_REPLACEMENTS = 3.0
 class RunConfig:
     """The settings of every run."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "preflight": "it is no setting of a run: give the command --preflight false"
+    }
+
     output: Path
     """Folder of the run: metrics, evaluations, checkpoints, models. The same command continues the run in it."""
     seed: int = 0
@@ -446,9 +450,6 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     rollout_log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
-    preflight: bool = True
-    """Whether `unbroken train` and `unbroken eval` first sample a few rollouts, and say on one screen what they show:
-    tools, calls, ends of turns, rewards, cost. It changes nothing of the run, and is left out where one continues."""
     log_completions: int = 0
     """Completions of each step that are shown in a table, and logged to trackers that have tables. All of them are in
     `unbroken view`."""

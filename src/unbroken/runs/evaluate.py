@@ -100,13 +100,15 @@ def evaluate_task(
     num_samples: int | None = None,
     checks_policy: bool | None = None,
     retokenises: bool = False,
+    preflight: bool = True,
 ) -> dict[str, Any]:
     """Evaluate models, by default the task's own, and return the report, which is also in the output folder.
 
     With `retokenises` it says too what retokenising would have changed in the rollouts.
 
     With `checks_policy`, each engine is compared with transformers' own pass of its model first (I9); None: if the
-    engine is in this process and the model is small enough (`can_check_cheaply`).
+    engine is in this process and the model is small enough (`can_check_cheaply`). With `preflight`, an evaluation that
+    begins samples a few rollouts first, and shows what they say.
 
     Raises:
         InvalidInputError: the task, a model or an option is wrong.
@@ -138,7 +140,7 @@ def evaluate_task(
         sized = [choose_size(each, config, num_problems, num_samples) for each in sets]
         evaluation = _Evaluation(
             recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy,
-            retokenises=retokenises,
+            retokenises=retokenises, preflight=preflight,
         )  # fmt: skip
         await evaluation.run(found or [find_model(str(model), tokenizer)])
 
@@ -310,6 +312,7 @@ class _Evaluation:
     report: dict[str, Any]
     checks_policy: bool | None
     retokenises: bool
+    preflight: bool
 
     async def run(self, models: Sequence[EvaluatedModel]) -> None:
         """Evaluate each model that is not in the report, and write the report after each."""
@@ -370,7 +373,7 @@ class _Evaluation:
         from unbroken.runs.preflight import NUM_ROLLOUTS, Preflight
 
         is_small = evaluator.num_problems * evaluator.num_samples < 4 * NUM_ROLLOUTS
-        if self.config.preflight and not is_small and not evaluator.read_kept():
+        if self.preflight and not is_small and not evaluator.read_kept():
             preflight = Preflight(
                 config=self.config, source=source, model=model, sampler=evaluator.sampler, trains=False
             )

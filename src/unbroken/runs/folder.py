@@ -67,7 +67,6 @@ _MAY_CHANGE = (
     "evaluation.",
     "rollout_log.",
     "log_completions",
-    "preflight",
     "trackers.",
     "profile_steps",
 )

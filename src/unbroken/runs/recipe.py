@@ -93,6 +93,8 @@ class OpenRecipe:
     """None in a trainer's process."""
     evaluate: Callable[..., Coroutine[Any, Any, None]] | None = None
     """With `unbroken eval`: called in the place of training, with the arguments of `train_model`."""
+    preflight: bool = True
+    """Whether a few rollouts are sampled and shown before a run begins (`runs.preflight`)."""
 
 
 open_recipe: ContextVar[OpenRecipe | None] = ContextVar("open_recipe", default=None)
@@ -105,11 +107,13 @@ def run_recipe(
     *,
     words: Sequence[str] = (),
     digests: Mapping[str, str] | None = None,
+    preflight: bool = True,
 ) -> None:
     """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder.
 
     `words` open the recipe again in a sampler's process; without them there are no samplers. `digests` are of what
-    belongs to the run and is in no file, by names that stay the same.
+    belongs to the run and is in no file, by names that stay the same. With `preflight`, a run that begins samples a few
+    rollouts first, and shows what they say.
 
     Raises:
         InvalidInputError: an option, or what the recipe names, is wrong, or the folder is another run's.
@@ -117,7 +121,7 @@ def run_recipe(
     """
     config = recipe.configure(options)
     with ExitStack() as stack:
-        opened = OpenRecipe(name=recipe.name, words=words, code=recipe.code)
+        opened = OpenRecipe(name=recipe.name, words=words, code=recipe.code, preflight=preflight)
         stack.callback(open_recipe.reset, open_recipe.set(opened))
         with main_process_first() as is_first:
             if is_first:

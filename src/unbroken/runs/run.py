@@ -144,7 +144,8 @@ async def _look_before(config: RunConfig, run: OpenRun, check: PolicyCheck, cons
     the others wait. Other scripts have none.
     """
     console.print(await check.run(), soft_wrap=True, highlight=False)
-    if not config.preflight or open_recipe.get() is None:
+    opened = open_recipe.get()
+    if opened is None or not opened.preflight:
         return
     async with fail_together(run.trainer):
         if run.trainer.is_main_process:

@@ -93,6 +93,19 @@ def test_what_a_run_records_of_its_steps_is_the_same_with_and_without_a_prefligh
     assert with_it == without
 
 
+@pytest.mark.parametrize("words", [["TASK", "--preflight", "false"], ["--preflight=false", "TASK"]])
+def test_the_option_of_the_command_is_no_setting_of_the_run(tmp_path, task, capsys, words):
+    words = [str(task) if word == "TASK" else word for word in words]
+    assert main(["train", *words, "--loop.num-steps", "1"]) == 0
+    assert BEGIN not in capsys.readouterr().out
+    assert "preflight" not in json.loads((tmp_path / "run" / "recipe.json").read_text())["settings"]
+    task.write_text("preflight = false\n" + task.read_text())
+    assert main(["train", str(task)]) == 1
+    assert "preflight must be left out: it is no setting of a run: give the command --preflight false" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_run_that_continues_makes_no_second_preflight(task, capsys):
     for steps, times in ((1, 1), (2, 0)):
         assert main(["train", str(task), f"--loop.num-steps={steps}"]) == 0

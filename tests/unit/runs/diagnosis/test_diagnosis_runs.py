@@ -31,7 +31,6 @@ rollouts.group_size = 4
 trainer.optimizer.learning_rate = 1e-3
 loop.num_steps = {steps}
 evaluation.num_problems = 0
-preflight = false
 trackers.names = []
 rewards = [{{function = "rewards.py:score"}}]
 """
@@ -72,7 +71,8 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_cause_is_found_in_a_run_with_one_mistake(tmp_path, model, capsys, name):
     reward, options = BROKEN[name]
-    main(["train", str(write_task(tmp_path, model, reward, **options)), f"--output={tmp_path / 'run'}"])
+    task = write_task(tmp_path, model, reward, **options)
+    main(["train", str(task), f"--output={tmp_path / 'run'}", "--preflight=false"])
     printed = capsys.readouterr().out
     assert name in names(tmp_path / "run")
     assert main(["doctor", str(tmp_path / "run")]) == 0
@@ -83,7 +83,8 @@ def test_the_cause_is_found_in_a_run_with_one_mistake(tmp_path, model, capsys, n
 def test_a_run_that_is_killed_is_known_to_be_dead_and_how_many_steps_it_made(tmp_path, model):
     kills = "[float(len(text) % 3) for text in completions] if '9' not in answer[0] else os.kill(os.getpid(), 9)"
     task = write_task(tmp_path, model, kills, steps=20)
-    process = ForkedPython("unbroken", "train", task, f"--output={tmp_path / 'run'}", output=tmp_path / "log")
+    words = ["train", task, f"--output={tmp_path / 'run'}", "--preflight=false"]
+    process = ForkedPython("unbroken", *words, output=tmp_path / "log")
     assert process.wait(timeout=120) == -signal.SIGKILL
     assert json.loads((tmp_path / "run" / "process.json").read_text())["status"] == "running"
     assert "died" in names(tmp_path / "run")
@@ -92,7 +93,8 @@ def test_a_run_that_is_killed_is_known_to_be_dead_and_how_many_steps_it_made(tmp
 def test_a_run_that_continues_says_nothing_again(tmp_path, model, capsys):
     task = write_task(tmp_path, model, BROKEN["reward-range"][0], steps=2)
     for steps, times in ((1, 1), (2, 0)):
-        assert main(["train", str(task), f"--output={tmp_path / 'run'}", f"--loop.num-steps={steps}"]) == 0
+        options = [f"--output={tmp_path / 'run'}", f"--loop.num-steps={steps}", "--preflight=false"]
+        assert main(["train", str(task), *options]) == 0
         assert capsys.readouterr().out.count("diagnosis: rewards are from") == times
     kept = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
     assert "reward-range" in kept["said"]
@@ -101,7 +103,7 @@ def test_a_run_that_continues_says_nothing_again(tmp_path, model, capsys):
 
 def test_an_evaluation_is_diagnosed_by_its_rollouts(tmp_path, model, capsys):
     task = write_task(tmp_path, model, BROKEN["equal-rewards"][0])
-    assert main(["eval", str(task), "--problems", "8", f"--output={tmp_path / 'run'}"]) == 0
+    assert main(["eval", str(task), "--problems", "8", f"--output={tmp_path / 'run'}", "--preflight=false"]) == 0
     capsys.readouterr()
     assert main(["doctor", str(tmp_path / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)[str(tmp_path / "run")]
