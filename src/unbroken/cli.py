@@ -19,7 +19,7 @@ from typing import Any
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.cluster.command import add_cluster_parser, split_recipe_options
-from unbroken.demo.command import add_demo_parser
+from unbroken.demo.command import add_demo_parser, add_new_parser
 from unbroken.errors import UnbrokenError, missing_extra
 from unbroken.gateway.options import (
     add_gateway_arguments,
@@ -138,6 +138,7 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=parser_class)
     parser.set_defaults(commands=commands.choices)
     add_demo_parser(commands)
+    add_new_parser(commands)
     add_train_parser(commands)
     add_eval_parser(commands)
     add_agent_parser(commands)

@@ -186,7 +186,7 @@ NOT_RUN = {
 """Beginnings of blocks, with the reason why they are not run."""
 
 
-_COMMANDS = "demo|train|eval|agent|export|serve|gateway|audit|view|doctor"
+_COMMANDS = "demo|new|train|eval|agent|export|serve|gateway|audit|view|doctor"
 
 
 def commands(text: str) -> list[list[str]]:

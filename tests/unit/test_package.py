@@ -42,7 +42,7 @@ def test_importing_the_package_loads_nothing_else():
 EXTRAS = "accelerate datasets fastapi httpx orjson peft PIL prometheus_client psycopg pydantic rich torch uvicorn vllm"
 
 
-@pytest.mark.parametrize("command", ["", "serve", "gateway", "train", "export", "audit", "demo", "view"])
+@pytest.mark.parametrize("command", ["", "serve", "gateway", "train", "export", "audit", "demo", "new", "view"])
 def test_help_needs_no_extra(command):
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({EXTRAS.split()}))\n"

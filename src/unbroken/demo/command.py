@@ -1,8 +1,9 @@
-"""The command `unbroken demo`."""
+"""The commands `unbroken demo`, and `unbroken new`, which writes its task for a user to change."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,36 @@ def add_demo_parser(commands: Any) -> None:
     demo.add_argument("--steps", type=int, default=None, help="training steps (default: enough to reach the plateau)")
     demo.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)")
     demo.set_defaults(run=_run, advice="; the same command begins anew")
+
+
+def add_new_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    new = commands.add_parser(
+        "new",
+        help="write a task to start from: rows, a tool, a reward with its test, settings",
+        description="Write a task into a new folder: rows, a tool, a reward with its test, settings, and a README that "
+        "says what to change and what to type. It runs as it is, on a CPU in a few minutes.",
+        allow_abbrev=False,
+    )
+    new.add_argument("folder", type=Path, metavar="NAME", help="a folder that is not there yet")
+    new.add_argument(
+        "--model", metavar="MODEL", help="a model's folder or a hub's name (default: a tiny one is made, in a minute)"
+    )
+    new.set_defaults(run=_run_new)
+
+
+def _run_new(arguments: argparse.Namespace) -> int:
+    try:
+        from unbroken.demo.new import write_task
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "a task needs the train extra", "train") from error
+
+    def work() -> None:
+        files = write_task(arguments.folder, arguments.model)
+        print(f"{arguments.folder}: {', '.join(files)}")
+        print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml")
+
+    return run_command(work, advice="nothing was written")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -28,6 +28,11 @@ from unbroken.runs.collector import Problems
 
 SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
 MIN_LOOKUPS, MAX_LOOKUPS = 2, 3
+EXPLANATION = (
+    ' Call the tool lookup with this key. While it returns {"next": KEY}, call it again with that key. '
+    'When it returns {"value": VALUE}, write: Answer: "VALUE"'
+)
+"""What follows in the prompt of a model that was not trained on the task."""
 
 
 class JsonStyle(StrEnum):
@@ -97,10 +102,7 @@ class LookupConversation(ToolEnv):
         self._task = task = LookupTask.draw(random.Random(f"{seed} conversation {number}"), style)
         prompt = task.prompt
         if explained:
-            prompt += (
-                ' Call the tool lookup with this key. While it returns {"next": KEY}, call it again with that key. '
-                f'When it returns {{"value": VALUE}}, write: {answer_text("VALUE")}'
-            )
+            prompt += EXPLANATION
         super().__init__([{"role": "user", "content": prompt}], [lookup_tool(task)], self._reward_first)
         self._is_question_left = explained
 

@@ -1,0 +1,74 @@
+"""`unbroken new`: the files of a task that run as they are, and are those of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from support.served import save_tiny_model
+from unbroken.cli import main
+from unbroken.demo.config import WarmUpConfig
+from unbroken.demo.new import write_task
+
+ROOT = Path(__file__).parents[3]
+SHORT = WarmUpConfig(max_drill_steps=1, num_demo_steps=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_task_for_a_model_is_written_its_reward_is_tested_and_a_step_is_trained(tmp_path, model, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "words", "--model", str(model)]) == 0
+    assert "next: cd words && unbroken train task.toml" in capsys.readouterr().out
+    for line in (tmp_path / "words" / "prompts.jsonl").read_text().splitlines():
+        assert "Call the tool lookup" in json.loads(line)["prompt"]
+    tested = subprocess.run(
+        [sys.executable, "test_rewards.py"], cwd=tmp_path / "words", capture_output=True, text=True, check=False
+    )
+    assert (tested.returncode, tested.stderr) == (0, "")
+    short = ["--loop.num-steps=1", "--rollouts.problems-per-step=2", "--rollouts.group-size=2"]
+    short += ["--evaluation.num-problems=0", "--rollouts.sampling.max-tokens=8"]
+    assert main(["train", "words/task.toml", *short]) == 0
+    shown = capsys.readouterr().out
+    assert "tools   lookup: the prompt shows them" in shown
+    assert (tmp_path / "words" / "runs" / "first" / "final" / "config.json").is_file()
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_without_a_model_a_tiny_one_is_made_that_the_task_names(tmp_path, capsys):
+    files = write_task(tmp_path / "words", warm_up=SHORT)
+    assert sorted(files) == sorted(each.name for each in (tmp_path / "words").iterdir())
+    assert main(["doctor", str(tmp_path / "words" / "task.toml")]) == 0
+    assert f"{tmp_path / 'words' / 'model'}, 0.11 M parameters" in capsys.readouterr().out
+
+
+def test_the_files_are_those_of_getting_started(tmp_path, model):
+    write_task(tmp_path / "words", str(model))
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs" / "getting-started.md").read_text(), re.DOTALL)
+    for name in ("tools.py", "rewards.py"):
+        assert (tmp_path / "words" / name).read_text() in blocks
+    (shown,) = (tomllib.loads(block) for block in blocks if block.startswith("model = "))
+    written = tomllib.loads((tmp_path / "words" / "task.toml").read_text())
+    for table in (shown, written):
+        del table["model"], table["trainer"], table["rollouts"]
+    assert written == shown
+    assert len((tmp_path / "words" / "README.md").read_text().splitlines()) == 10
+
+
+def test_a_folder_that_is_there_and_a_model_that_is_none_are_refused(tmp_path, capsys):
+    (tmp_path / "words").mkdir()
+    assert main(["new", str(tmp_path / "words")]) == 1
+    assert f"NAME must be a folder that is not there yet, got {tmp_path / 'words'}" in capsys.readouterr().err
+    assert main(["new", str(tmp_path / "other"), "--model", str(tmp_path / "modl")]) == 1
+    assert "--model must be a folder or the hub's name of a model" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["words"]
