@@ -23,6 +23,8 @@ from unbroken.weights.folders import atomic_folder
 NUM_PROMPTS = 256
 MODEL = "model"
 """The folder of the tiny model, beside the task."""
+_WARM_UP = WarmUpConfig(num_demo_steps=500)
+"""Half of the demo's, and half of its time: the model answers half of the problems, and a few steps teach it more."""
 _TOOLS = '''\
 import json
 from pathlib import Path
@@ -106,7 +108,7 @@ def write_task(folder: Path, model: str | None = None, *, warm_up: WarmUpConfig 
             if model is None:
                 from unbroken.demo.model import write_warm_model
 
-                write_warm_model(part / MODEL, warm_up or WarmUpConfig(), seed=0)
+                write_warm_model(part / MODEL, warm_up or _WARM_UP, seed=0)
     except OSError as error:
         raise InvalidInputError(f"NAME must be a folder that can be written, got {folder}: {error}") from error
     return [*files, *([MODEL] if model is None else [])]

@@ -32,7 +32,7 @@ from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_fol
 from unbroken.runs.process_file import record_process
 from unbroken.runs.processes import end_together, main_process_first
 from unbroken.runs.python_files import FunctionName, load_module
-from unbroken.runs.settings import Section, build, describe, load_toml, read_options, read_table, section_of
+from unbroken.runs.settings import Mistakes, Section, build, describe, load_toml, read_options, read_table, section_of
 from unbroken.runs.signals import run_until_terminated
 
 BUILT_IN = "unbroken.runs.prompts.built_in"
@@ -54,12 +54,15 @@ class Recipe:
     """The Python file, if it is the user's own."""
 
     def configure(self, options: Sequence[str]) -> RunConfig:
-        """Build the config; options override file values. Raises `InvalidInputError` if one is missing or wrong."""
-        values = {**self.values, **read_options(options, self.section)}
+        """Build the config; options override file values. Raises `InvalidInputError` for what is missing or wrong."""
+        values, mistakes = {**self.values, **read_options(options, self.section)}, Mistakes()
         for name, value in values.items():
             if type(value) is FunctionName:  # before what is missing: `--env nothing.py:Env` alone is a wrong file
-                value.check_file(name=name)
-        config: RunConfig = build(self.section, values)
+                with mistakes.collect():
+                    value.check_file(name=name)
+        with mistakes.collect():
+            config: RunConfig = build(self.section, values)
+        mistakes.raise_all()
         return config
 
 

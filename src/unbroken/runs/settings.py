@@ -31,6 +31,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from pathlib import Path
@@ -355,53 +356,125 @@ Values: TypeAlias = Mapping[str, Any]
 """Values of fields by their dotted names."""
 
 
+class Mistakes:
+    """What is wrong with settings: all of it is said at once, a line for each mistake."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, InvalidInputError | None] = {}
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep an `InvalidInputError` of the block, and go on after it."""
+        try:
+            yield
+        except InvalidInputError as error:
+            self.add(str(error), error)
+
+    def add(self, message: str, error: InvalidInputError | None = None) -> None:
+        """Keep what is wrong, unless it was said already."""
+        for line in message.split("\n"):
+            self._lines.setdefault(line, error)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def raise_all(self) -> None:
+        """Raise an `InvalidInputError` with all of them, if there are any."""
+        if self._lines:
+            raise InvalidInputError("\n".join(self._lines)) from next(iter(self._lines.values()))
+
+
 def read_options(words: Sequence[str], section: Section) -> dict[str, Any]:
-    """Read options, `--loop.num-steps 50` or `--loop.num_steps=50`; raises `InvalidInputError` for a wrong one."""
-    fields = section.all_fields()
+    """Read options, `--loop.num-steps 50` or `--loop.num_steps=50`; raises `InvalidInputError` for the wrong ones."""
     values: dict[str, Any] = {}
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("--"):
-            raise InvalidInputError(f"options must be written as --FIELD VALUE, got {word!r}")
-        option, equals, text = word.partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        field = fields.get(name)
-        if field is None:
-            raise _unknown_field(option, name, section)
-        if name in values:
-            raise InvalidInputError(f"{option} must be given once, but is given twice")
-        value = text if equals else next(rest, None)
-        if value is None:
-            raise InvalidInputError(f"{option} must be followed by a value")
-        if _config_class_in(field) is None:
-            values[name] = _parse_word(field.hint, value, name=option)
-        else:
-            values[name] = _check_value(field, _parse_toml(value, name=option), option, None)
+    mistakes, rest = Mistakes(), list(words)
+    while rest:
+        with mistakes.collect():
+            word = rest.pop(0)
+            if not word.startswith("--"):
+                raise InvalidInputError(f"options must be written as --FIELD VALUE, got {word!r}")
+            option, equals, text = word.partition("=")
+            value = text if equals else rest.pop(0) if rest else None
+            _read_option(option, value, section, values)
+    mistakes.raise_all()
     return values
+
+
+def _read_option(option: str, value: str | None, section: Section, values: dict[str, Any]) -> None:
+    """Add the value of an option to `values`."""
+    name = option.removeprefix("--").replace("-", "_")
+    field = section.all_fields().get(name)
+    if field is None:
+        raise _unknown_field(option, name, section)
+    if name in values:
+        raise InvalidInputError(f"{option} must be given once, but is given twice")
+    if value is None:
+        raise InvalidInputError(f"{option} must be followed by a value")
+    if _config_class_in(field) is None:
+        values[name] = _parse_word(field.hint, value, name=option)
+    else:
+        values[name] = _check_value(field, _parse_toml(value, name=option), option, None)
 
 
 def read_table(
     table: Mapping[str, Any], section: Section, *, source: str, folder: Path | None, top: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Read the values in a TOML table, its paths relative to `folder`; an `InvalidInputError` begins with `source`.
+    """Read the values in a TOML table, its paths relative to `folder`.
 
     `top` are the names at the top of the file that the table is in; without any, it is the file's own table.
+
+    Raises:
+        InvalidInputError: with a line for each mistake, which begins with `source`. If there is one in the table, what
+            would be refused of the other sections later is said too.
     """
-    values: dict[str, Any] = {}
+    reading = _Reading(source=source, folder=folder, top=top or _list_keys(section))
+    _read_section(table, section, reading)
+    if reading.mistakes:
+        _build(section, reading.values, reading.mistakes, source=source, wrong=reading.wrong)
+    reading.mistakes.raise_all()
+    return reading.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """A file of TOML that is read: its arguments as those of `read_table`, and what was found."""
+
+    source: str
+    folder: Path | None
+    top: Collection[str]
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mistakes: Mistakes = dataclasses.field(default_factory=Mistakes)
+    wrong: set[str] = dataclasses.field(default_factory=set)
+    """Prefixes of the sections that have a mistake."""
+
+
+def _list_keys(section: Section) -> list[str]:
+    """The keys that a section's table may have."""
+    return [_last(field.name) for field in section.fields] + [_name_part(each) for each in section.sections]
+
+
+def _name_part(section: Section) -> str:
+    """The key of a section in the table that it is in."""
+    return _last(section.prefix.removesuffix("."))
+
+
+def _read_section(table: Mapping[str, Any], section: Section, reading: _Reading) -> None:
     fields = {_last(field.name): field for field in section.fields}
-    inner = {_last(each.prefix.removesuffix(".")): each for each in section.sections}
-    top = top or fields.keys() | inner.keys()
+    inner = {_name_part(each): each for each in section.sections}
     for key, value in table.items():
-        name = f"{source}{section.prefix}{key}"
-        if key in fields:
-            values[fields[key].name] = _check_value(fields[key], value, name, folder, top)
-        elif key not in inner:
-            raise _unknown_key(name, key, section, top)
-        elif not isinstance(value, Mapping):
-            raise InvalidInputError(f"{name} must be a table of {_names(inner[key].fields)}, got {value!r}")
-        else:
-            values |= read_table(value, inner[key], source=source, folder=folder, top=top)
-    return values
+        name, before = f"{reading.source}{section.prefix}{key}", len(reading.mistakes)
+        with reading.mistakes.collect():
+            if key in fields:
+                found = _check_value(fields[key], value, name, reading.folder, reading.top)
+                reading.values[fields[key].name] = found
+            elif key not in inner:
+                raise _unknown_key(name, key, section, reading.top)
+            elif not isinstance(value, Mapping):
+                raise InvalidInputError(f"{name} must be a table of {_names(inner[key].fields)}, got {value!r}")
+            else:
+                _read_section(value, inner[key], reading)
+        if len(reading.mistakes) > before:
+            reading.wrong.add(section.prefix)
 
 
 def read_described(settings: Mapping[str, Any], section: Section) -> dict[str, Any]:
@@ -471,23 +544,64 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def build(section: Section, values: Values) -> Any:
-    """Build a section's config from `values` and the defaults; an `InvalidInputError` has the field's dotted name."""
+    """Build a section's config from `values` and the defaults.
+
+    Raises:
+        InvalidInputError: with a line for each mistake, which begins with the field's dotted name.
+    """
+    mistakes = Mistakes()
+    config = _build(section, values, mistakes)
+    mistakes.raise_all()
+    return config
+
+
+def _build(
+    section: Section, values: Values, mistakes: Mistakes, *, source: str = "", wrong: Collection[str] | None = None
+) -> Any:
+    """Build as `build` does, and add what is wrong to `mistakes`; None if there is something in this section.
+
+    With `wrong`, prefixes of sections with a mistake that was said already, values may be missing: they are of a file.
+    """
     own: dict[str, Any] = {}
+    is_whole = wrong is None or section.prefix not in wrong
     for field in section.fields:
         if field.name in values:
             own[_last(field.name)] = values[field.name]
         elif section.base is None and field.default is MISSING:
-            raise InvalidInputError(
-                f"{field.name} must be given, by --{field.name.replace('_', '-')} or in the recipe's TOML: {field.doc}"
-            )
+            is_whole = False
+            if wrong is None:
+                option = f"--{field.name.replace('_', '-')}"
+                mistakes.add(f"{field.name} must be given, by {option} or in the recipe's TOML: {field.doc}")
     for inner in section.sections:
         is_given = any(name.startswith(inner.prefix) for name in values)
         if is_given or (inner.base is None and not inner.is_optional):
-            own[_last(inner.prefix.removesuffix("."))] = build(inner, values)
-    try:
-        return section.config_class(**own) if section.base is None else dataclasses.replace(section.base, **own)
-    except InvalidInputError as error:
-        raise InvalidInputError(_name_from_top(str(error), section)) from error
+            own[_name_part(inner)] = config = _build(inner, values, mistakes, source=source, wrong=wrong)
+            is_whole &= config is not None
+    return _make_config(section, own, mistakes, source) if is_whole else None
+
+
+def _make_config(section: Section, own: Mapping[str, Any], mistakes: Mistakes, source: str) -> Any:
+    """Make a section's config of its `own` values; None if they are refused.
+
+    A config raises for the first field that is wrong. It is made again without that field, so that the next one is
+    said too, unless the message names a field that was left out: then it may be wrong only for lack of it.
+    """
+    left_out: list[str] = []
+    fields = {_last(field.name): field for field in section.fields}
+    while True:
+        rest = {name: value for name, value in own.items() if name not in left_out}
+        try:
+            config = section.config_class(**rest) if section.base is None else dataclasses.replace(section.base, **rest)
+            return None if left_out else config
+        except InvalidInputError as error:
+            message = _name_from_top(str(error), section)
+            name = message.removeprefix(section.prefix).partition(" ")[0]
+            if any(re.search(rf"\b{each}\b", message) for each in left_out):
+                return None
+            mistakes.add(f"{source}{message}", error)
+            if name not in rest or name not in fields or fields[name].default is MISSING:
+                return None
+            left_out.append(name)
 
 
 def describe(config: Any) -> dict[str, Any]:
@@ -515,11 +629,13 @@ def _check_value(field: Field, value: Any, name: str, folder: Path | None, top: 
     if not isinstance(value, list) or not all(isinstance(table, Mapping) for table in value):
         names = _names(section_of(config_class).fields)
         raise InvalidInputError(f"{name} must be a list of tables of {names}, got {value!r}")
-    configs = []
+    configs, mistakes = [], Mistakes()
     for k, table in enumerate(value):
         section = section_of(config_class, prefix=f"{field.name}[{k}].")
         source = name.removesuffix(field.name)
-        configs.append(build(section, read_table(table, section, source=source, folder=folder, top=top)))
+        with mistakes.collect():
+            configs.append(build(section, read_table(table, section, source=source, folder=folder, top=top)))
+    mistakes.raise_all()
     return tuple(configs)
 
 

@@ -89,6 +89,58 @@ def test_a_mistake_in_a_config_is_found_before_torch_is_loaded(tmp_path: Path) -
     _expect_without_torch(tmp_path, commands)
 
 
+SEVERAL_MISTAKES = {
+    "in tables of one file": (
+        'loop.num_steps = "ten"\ntrainer.optimiser.learning_rate = 1\nrollouts.group_size = 0\n'
+        'rewards = [{function = "rewards.py:score", wight = 1}, {function = 3}]\n',
+        [],
+        [
+            "loop.num_steps must",
+            "trainer.optimiser must",
+            "rewards[0].wight must",
+            "rewards[1].function must",
+            "rollouts.group_size must",
+        ],
+    ),
+    "in one table": (
+        'model = "m"\nloop.num_steps = 1\n[trainer.optimizer]\nlearning_rate = -1.0\nweight_decay = -1.0\neps = 0.0\n',
+        [],
+        ["trainer.optimizer.learning_rate must", "trainer.optimizer.weight_decay must", "trainer.optimizer.eps must"],
+    ),
+    "of the file's type, and of what only another field allows": (
+        'loop.num_steps = 1\nsessions.url = 3\nsessions.api_key_file = "key"\nloop.max_staleness = -1\n',
+        [],
+        ["sessions.url must", "loop.max_staleness must"],
+    ),
+    "in options": (
+        "",
+        ["--loop.num-step", "3", "--seed", "x", "--algorithm=grop"],
+        ["--loop.num-step must", "--seed must", "--algorithm must"],
+    ),
+    "in what is missing, and in files": (
+        'data.file = "rows.jsonl"\nrewards = [{function = "r.py:score"}]\nenvironment = "none.py:Env"\nseed = -1\n',
+        [],
+        ["environment must name", "model must be given", "loop.num_steps must be given"],
+    ),
+    "in files": (
+        'model = "./no"\nloop.num_steps = 1\ndata.file = "rows.jsonl"\nrewards = [{function = "r.py:score"}]\n',
+        [],
+        ["model must be a folder", "rewards[0].function must name", "data.file must name"],
+    ),
+}
+"""A file, options, and how each line of the error begins, in its order."""
+
+
+@pytest.mark.parametrize("name", SEVERAL_MISTAKES)
+def test_all_mistakes_of_a_configuration_are_said_at_once_a_line_for_each(tmp_path, capsys, name):
+    text, options, lines = SEVERAL_MISTAKES[name]
+    (tmp_path / "task.toml").write_text(text)
+    assert main(["train", str(tmp_path / "task.toml"), f"--output={tmp_path / 'run'}", *options]) == 1
+    shown = capsys.readouterr().err.removeprefix("unbroken: ").splitlines()
+    shown = [line.removeprefix(f"{tmp_path / 'task.toml'}: ") for line in shown]
+    assert [line[: len(begin)] for line, begin in zip(shown, lines, strict=True)] == lines
+
+
 def test_a_mistake_in_an_option_of_a_python_recipe_is_found_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(f'recipe = "{RECIPES}/lookup.py"\nwarm_up.seed = 1\n')
     commands = [(["own.toml"], "own.toml: warm_up.seed must be a field of the recipe")]
@@ -106,11 +158,11 @@ def _expect_without_torch(folder: Path, commands: Sequence[tuple[list[str], str]
     """Each `train` command fails with its message, and in all that time nothing heavy is loaded."""
     words = [sys.executable, "-c", SEVERAL, json.dumps([["train", *words] for words, _ in commands])]
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, check=False)
-    lines = done.stderr.splitlines()
     assert done.returncode == 0, done.stderr
-    for (options, message), error, loaded in zip(commands, lines[::2], lines[1::2], strict=True):
+    *errors, rest = done.stderr.split("loaded: []\n")
+    assert rest == "", "something was loaded"
+    for (options, message), error in zip(commands, errors, strict=True):
         assert message in error, options
-        assert loaded == "loaded: []", options
 
 
 @tool

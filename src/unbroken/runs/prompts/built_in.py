@@ -49,6 +49,7 @@ from unbroken.runs.prompts.environments import (
 )
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.runs.python_files import FunctionName, ModelName, load_object
+from unbroken.runs.settings import Mistakes
 from unbroken.types import SamplingParams
 
 TRAIN = "train"
@@ -127,23 +128,25 @@ class Config(RunConfig):
         return self.rollouts.limits.max_turns if self.tools or self.environment or self.agent else 1
 
     def _check_files(self) -> None:
-        """Raise `InvalidInputError` for a file or folder that is not there."""
-        check_model_folder(self.model)
+        """Raise `InvalidInputError` for files and folders that are not there."""
+        mistakes = Mistakes()
+        with mistakes.collect():
+            check_model_folder(self.model)
         named: dict[str, Path | str | None] = {name: getattr(self, name) for name in ("environment", "loss")}
         named |= {"advantages": self.advantages, "curriculum": self.curriculum}
         named |= {"agent.function": self.agent.function} if self.agent else {}
         named |= {f"rewards[{k}].function": each.function for k, each in enumerate(self.rewards)}
         named |= {f"tools[{k}]": each for k, each in enumerate(self.tools)}
         for name, value in named.items():
-            FunctionName(value or "").check_file(name=name)
+            with mistakes.collect():
+                FunctionName(value or "").check_file(name=name)
         data = {"data": self.data}
         data |= {f"evaluation_sets[{k}].data": each.data for k, each in enumerate(self.evaluation_sets)}
         for name, each in data.items():
             for path in () if each is None else each.files:
                 if not path.exists():
-                    raise InvalidInputError(
-                        f"{name}.file must name a file that exists, got {path}: there is no such file"
-                    )
+                    mistakes.add(f"{name}.file must name a file that exists, got {path}: there is no such file")
+        mistakes.raise_all()
 
     def _check_package(self) -> None:
         for name in ("data", "evaluation_sets", "tools", "rewards", "agent"):
