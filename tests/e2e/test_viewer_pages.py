@@ -539,6 +539,34 @@ def test_nothing_is_wider_than_a_narrow_window(browser, page):
         assert browser.run("document.documentElement.scrollWidth") <= 400, place
 
 
+def test_a_diagnosis_stands_on_the_run_in_whole_sentences_with_commands_as_code(browser, page):
+    browser.open(f"{page}#run")
+    advice = "set --a.b-c, or see `unbroken x`"
+    finding = {"sentence": f"all rewards are 0 {HOSTILE}", "advice": advice, "link": "d.md#e"}
+    run = json.dumps({"name": "run", "diagnosis": [finding]})
+    browser.run(f"document.querySelector('main').prepend(makeDiagnoses([{run}]))")
+    assert read(browser, ".diagnosis .finding") == f"All rewards are 0 {HOSTILE}."
+    assert read(browser, ".diagnosis p + p") == "Set --a.b-c, or see unbroken x. More: d.md#e"
+    codes = "[...document.querySelectorAll('.diagnosis code')].map((node) => node.innerText)"
+    assert browser.run(codes) == ["--a.b-c", "unbroken x", "d.md#e"]
+
+
+TOPS = "['.conversation', '.tokens'].map((each) => document.querySelector(each).getBoundingClientRect().top)"
+
+
+def test_on_a_narrow_page_the_conversation_comes_before_the_ids_and_leads_to_them(browser, page):
+    browser.open(f"{page}#rollout/0/1/0", width=420, height=300)
+    browser.wait("document.querySelector('.grid .cell') !== null")
+    first, second = browser.run(TOPS)
+    assert 0 < first < second
+    browser.run("document.querySelector('.message.assistant button').click()")
+    browser.wait(f"{TOPS}[1] >= 0 && {TOPS}[1] < 200")
+    assert selected(browser) == "2"
+    browser.open(f"{page}#rollout/0/1/0", width=1400, height=800)
+    first, second = browser.run(TOPS)
+    assert abs(first - second) < 40
+
+
 def test_a_place_that_is_not_there_says_so(started_browser, page):
     started_browser.open(f"{page}#step/0/7")
     assert "the export has no run/0/step/7" in read(started_browser)

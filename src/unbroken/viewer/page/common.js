@@ -99,6 +99,11 @@ function isNarrow() {
   return matchMedia('(max-width: 40rem)').matches;
 }
 
+/* Whether the ids of a rollout are below its conversation: see the style sheet. */
+function isStacked() {
+  return matchMedia('(max-width: 56rem)').matches;
+}
+
 /* The hash that is shown. A view changes its own without being made anew; another view waits for the keys pressed meanwhile. */
 let routed = null;
 

@@ -80,7 +80,7 @@ function makeRolloutHead(state) {
   return el('section', { class: 'head' },
     el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of `, link(['step', run, step], rollout.session ? namePage(step) : makeVisible(nameStep(step))))),
     el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))),
-    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' ', rollout.kind === 'tinker' || rollout.session || !state.problem ? null : [link(['problem', state.problem], 'this problem at all steps'), ' '],
+    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' · ', rollout.kind === 'tinker' || rollout.session || !state.problem ? null : [link(['problem', state.problem], 'this problem at all steps'), ' · '],
       button('copy record', 'copy the record of this rollout as JSON', () => copyText(JSON.stringify(record)))),
     rollout.session ? makeSessionFacts(rollout.session) : null, makeAnswers(rollout),
     record.error && el('pre', { class: 'problem' }, makeVisible(record.error)),
@@ -239,6 +239,7 @@ function inspect(state, n) {
 
 function selectToken(state, n, options) {
   state.grid.select(n, options);
+  if (options?.center && isStacked()) state.tokens.scrollIntoView();
   inspect(state, n);
   replaceHash(state, n);
   markMessage(state, n);

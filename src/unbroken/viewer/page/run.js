@@ -30,8 +30,15 @@ async function showRun(index) {
 function makeDiagnoses(runs) {
   const found = runs.flatMap((run) => (run.diagnosis ?? []).map((each) => [run, each]));
   if (!found.length) return null;
-  return el('section', { class: 'diagnosis' }, el('h2', {}, 'Diagnosis'), el('ul', {}, found.map(([run, each]) => el('li', {}, makeVisible(runs.length > 1 ? `${run.name}: ${each.sentence}` : each.sentence),
-    el('div', { class: 'soft' }, makeVisible(`${each.advice} (${each.link})`))))));
+  return el('section', { class: 'diagnosis' }, el('h2', {}, 'Diagnosis'), found.map(([run, each]) => el('article', {},
+    el('p', { class: 'finding' }, runs.length > 1 ? el('span', { class: `run${runs.indexOf(run)}` }, makeVisible(`${run.name}: `)) : null, makeProse(each.sentence)),
+    el('p', {}, makeProse(each.advice), el('span', { class: 'soft' }, ' More: ', el('code', {}, makeVisible(each.link)))))));
+}
+
+/* A sentence as it is printed in a terminal, as one of a page: with a capital, a full stop, and options and commands as code. */
+function makeProse(text) {
+  const whole = makeVisible(text).replace(/^[a-z]/, (letter) => letter.toUpperCase()).replace(/[^.!?:]$/, '$&.');
+  return whole.split(/(`[^`]+`|(?<![\w-])--[\w.-]*\w)/).map((part, n) => (n % 2 ? el('code', { class: part.startsWith('--') ? 'option' : null }, part.replaceAll('`', '')) : part));
 }
 
 /* Charts that can be folded: on a narrow page only the first section is open. */
