@@ -88,6 +88,80 @@ def test_the_numbers_at_the_axis_of_tiny_values_are_not_cut(browser, page):
     assert min(x for _, x in labels) >= 0
 
 
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory) -> str:
+    """The URL of an export of a run of 8 steps: one number grows by 10 each step, some move, and some never do."""
+    folder = tmp_path_factory.mktemp("curves")
+    (folder / "run" / "metrics").mkdir(parents=True)
+    lines = [
+        {
+            "step": step,
+            "reward/mean": [0.25, 0.75][step % 2],
+            "counters/forks": 0,
+            "train/learning_rate": 1e-5,
+            "train/loss": step - 3,
+            "train/grad_norm": 10.0 ** (step - 3),
+            "mismatch/kl": 10.0**-step if step else 0,
+            "others/same": 7,
+            "others/other": step,
+        }
+        for step in range(8)
+    ]
+    (folder / "run/metrics/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["view", str(folder / "run"), "--export", str(folder / "page")]) == 0
+    return (folder / "page" / "index.html").as_uri()
+
+
+STILL = "[...document.querySelectorAll('.stills .still')].map((node) => node.innerText.replace(/\\s+/g, ' '))"
+
+
+def test_a_number_that_never_moves_is_a_line_of_text(browser, curves):
+    browser.open(f"{curves}#run")
+    assert browser.run(STILL) == ["forks counters/forks 0", "learning rate train/learning_rate 1e-5"]
+    assert count(browser, ".chart") == 4
+    browser.run("document.querySelector('.metrics').open = true")
+    browser.wait("document.querySelector('.metrics .chart') !== null")
+    assert browser.run(STILL)[-1] == "others/same 7"
+    browser.run("globalThis.still = (...runs) => isStill(runs.map((points) => ({ points })))")
+    assert browser.run("still([[0, 1], [1, 1]], [[0, 2], [1, null]])") is True
+    assert browser.run("still([[0, 1], [1, 1]], [[0, 1], [1, 2]])") is False
+    assert browser.run("still([[0, 1]])") is False  # one step: nobody knows yet
+
+
+def read_chart(browser: Browser, name: str) -> str:
+    charts = "[...document.querySelectorAll('.chart')]"
+    return browser.run(f"{charts}.find((each) => each.innerText.includes('{name}')).innerText").replace("\n", " ")
+
+
+def test_curves_are_smoothed_and_logarithmic_as_the_url_says(browser, curves):
+    browser.open(f"{curves}#run?smooth=2&log=1")
+    assert "last 0.75 mean 0.5" in read_chart(browser, "reward/mean")
+    assert count(browser, ".chart .raw") == 4
+    assert "linear: it has values below 0" in read_chart(browser, "train/loss")
+    assert "linear: its values are within a factor of 10" in read_chart(browser, "reward/mean")
+    assert "1 of 8 values are 0, and not shown" in read_chart(browser, "mismatch/kl")
+    assert "0.001 0.1 10 1000 100000" in read_chart(browser, "train/grad_norm")
+    browser.run("document.getElementById('look-log').focus(); document.getElementById('look-log').click()")
+    browser.wait("!document.querySelector('.chart .note')")
+    assert browser.run("location.hash") == "#run?smooth=2"
+    assert browser.run("document.activeElement.id") == "look-log"
+    select = "document.getElementById('look-smooth')"
+    browser.run(f"{select}.selectedIndex = 0; {select}.dispatchEvent(new Event('change'))")
+    browser.wait("!document.querySelector('.chart .raw')")
+    assert browser.run("location.hash") == "#run"
+    browser.run(f"{select}.selectedIndex = 1; {select}.dispatchEvent(new Event('change'))")
+    browser.wait("document.querySelector('.chart .raw') !== null")
+    assert browser.run("location.hash") == "#run?smooth=3"
+    assert browser.run("document.querySelector('#top a').hash") == "#run?smooth=3"  # whoever comes back finds it
+
+
+def test_an_axis_of_powers_has_marks_around_its_values(browser, curves):
+    browser.open(f"{curves}#run")
+    for low, high, ticks in ((1, 100, [1, 2, 5, 10, 20, 50, 100]), (0.03, 0.4, [0.02, 0.05, 0.1, 0.2, 0.5])):
+        assert browser.run(f"findDecades([{low}, {high}]).ticks") == ticks
+    assert browser.run("findDecades([1e-8, 1e4]).ticks") == [1e-8, 1e-5, 1e-2, 1e1, 1e4]
+
+
 def test_the_step_view_has_groups_strips_and_rollouts(browser, page):
     browser.open(f"{page}#step/0/1")
     assert "3 of 3 rollouts" in read(browser)

@@ -1,4 +1,4 @@
-// Which view is shown: by the hash of the URL. `#run`, `#table/RUN?FILTERS`, `#step/RUN/STEP?FILTERS`,
+// Which view is shown: by the hash of the URL. `#run?CURVES`, `#table/RUN?FILTERS`, `#step/RUN/STEP?FILTERS`,
 // `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`, `#problem/PROBLEM`. STEP is a number, or that of an evaluation: NUMBER@SET.
 'use strict';
 
@@ -13,7 +13,9 @@ async function route() {
   const [place, query] = hash.slice(1).split('?');
   const [kind, ...rest] = place.split('/');
   const numbers = rest.map((part) => (/^\d+$/.test(part) ? Number(part) : /^\d+@[\w.~%-]+$/.test(part) ? part : undefined));
-  if (query !== undefined) readChoice(query);
+  const isRun = !['table', 'step', 'rollout', 'problem'].includes(kind);
+  if (query !== undefined && !isRun) readChoice(query);
+  if (query !== undefined && isRun) look = readLook(query);
   const view = document.getElementById('view');
   const before = shownRollout;
   const { id } = document.activeElement ?? {};
@@ -54,7 +56,7 @@ function makeView(index, kind, [run, step, number, row, turn, token]) {
 }
 
 function drawTop(index, kind, [run, step, number]) {
-  const places = [link(['run'], index.runs.length > 1 ? plural(index.runs.length, 'run') : makeVisible(index.runs[0].name))];
+  const places = [link([placeOfRun()], index.runs.length > 1 ? plural(index.runs.length, 'run') : makeVisible(index.runs[0].name))];
   const own = run ?? (index.runs.length === 1 ? 0 : undefined);
   if (index.runs[own]?.kind === 'run') places.push(link(['table', `${own}?`], 'all rollouts'));
   if (step !== undefined) places.push(link(['step', run, step], isStore(index, run) ? namePage(step) : makeVisible(nameStep(step))));

@@ -9,7 +9,7 @@ async function showProblem(index, problem) {
   const known = runs.filter((run) => run.rows.length);
   return el('div', { class: 'of-problem' }, el('h1', {}, 'Problem ', el('span', { class: 'soft' }, `${plural(rows.length, 'rollout')} of ${known.map((run) => makeVisible(run.name)).join(', ')}`)),
     el('pre', { class: 'question' }, makeVisible(rows[0].prompt ?? '–')), rows[0].expected === null ? null : el('p', {}, el('span', { class: 'soft' }, 'expected '), el('code', {}, makeVisible(rows[0].expected))),
-    el('div', { class: 'charts' }, makeProblemCharts(known)), known.map((run) => makeProblemList(run, runs.length > 1)));
+    layCharts(makeProblemCharts(known)), known.map((run) => makeProblemList(run, runs.length > 1)));
 }
 
 /* The rollouts of a problem in a run, by step. Their files may have to be read first. */

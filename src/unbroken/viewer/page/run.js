@@ -12,18 +12,21 @@ const CHARTS = [
 /* What is shown of an evaluation, in this order. */
 /* Sections that were opened or closed, and the step that each scrubber stands at, stay when numbers come. */
 const folds = new Map();
+/* How the curves of runs are drawn, and which others were asked for by name. */
+let look = PLAIN;
+let wanted = '';
 const EVALUATED = [/^reward\/mean$/, /^pass@/, /^completion_tokens\/mean$/, /^num_cut$/];
 
 async function showRun(index) {
   const runs = await Promise.all(index.runs.map((_, number) => getObject(`run/${number}`)));
   const shown = new Set(CHARTS.flatMap(([, charts]) => charts.map(([name]) => name)));
-  const sections = CHARTS.map(([title, charts]) => makeSection(title, charts.map(([name, text]) => metricChart(runs, name, text))));
+  const sections = CHARTS.map(([title, charts]) => makeSection(title, charts.map(([name, text]) => metricChart(runs, name, text, look))));
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics.values)))].filter((name) => !shown.has(name)).sort();
   const hasNumbers = runs.some((run) => run.metrics.steps.length);
   return el('div', {}, makeRunTable(runs), makeDiagnoses(runs), runs.length > 1 ? makeSettings(runs) : null,
     runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
     hasNumbers || runs.every((run) => run.kind in NOUNS || run.evaluations.length) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
-    runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), runs.length > 1 ? null : makeSettings(runs), makeOthers(runs, names));
+    runs.map((run) => (run.cluster ? makeCluster(run) : null)), hasNumbers || runs.some((run) => run.evaluations?.length) ? makeLookControls() : null, sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), runs.length > 1 ? null : makeSettings(runs), makeOthers(runs, names));
 }
 
 /* What is wrong with each run, and what to do: the box on top. */
@@ -44,7 +47,28 @@ function makeProse(text) {
 /* Charts that can be folded: on a narrow page only the first section is open. */
 function makeSection(title, charts) {
   const found = charts.filter(Boolean);
-  return found.length ? makeFold(title, title === CHARTS[0][0] || !isNarrow(), () => el('div', { class: 'charts' }, found)) : null;
+  return found.length ? makeFold(title, title === CHARTS[0][0] || !isNarrow(), () => el('div', {}, layCharts(found))) : null;
+}
+
+/* Where the curves of runs are, with how they are drawn. */
+function placeOfRun() {
+  const query = writeLook(look);
+  return query ? `run?${query}` : 'run';
+}
+
+/* Smoothing, and a logarithmic axis, for all charts of the page. */
+function makeLookControls() {
+  const sizes = [...new Set([1, 3, 10, 30, 100, look.smooth])].sort((a, b) => a - b);
+  const change = async (part) => {
+    look = { ...look, ...part };
+    setHash(`#${placeOfRun()}`);
+    const top = window.scrollY;
+    await route();
+    window.scrollTo(0, top);
+  };
+  return el('p', { class: 'look' }, el('label', {}, 'Curves ', el('select', { id: 'look-smooth', change: (event) => change({ smooth: sizes[event.target.selectedIndex] }) },
+    sizes.map((size) => el('option', { selected: size === look.smooth }, size === 1 ? 'as they are' : `mean of ${size} values`)))),
+  el('label', { class: 'flag' }, el('input', { type: 'checkbox', id: 'look-log', checked: look.isLog, change: (event) => change({ isLog: event.target.checked }) }), ' logarithmic'));
 }
 
 function makeFold(title, isOpen, make) {
@@ -86,12 +110,10 @@ function makeRecorded(run, number, recorded) {
     makeScrubber(number, run, undefined)];
 }
 
-function metricChart(runs, name, text) {
+function metricChart(runs, name, text, drawn) {
   const series = runs.map((run, number) => ({ run: number, name: run.name,
     points: run.metrics.steps.map((step, n) => [step, run.metrics.values[name]?.[n] ?? null]) }));
-  const chart = makeChart(text, series, (step) => openNearest(runs, step));
-  chart?.querySelector('figcaption').append(el('code', {}, name));
-  return chart;
+  return makeChart(text, series, (step) => openNearest(runs, step), { code: name, look: drawn });
 }
 
 /* Show the recorded step that is nearest to where a chart was clicked. */
@@ -114,20 +136,21 @@ function evaluationCharts(runs) {
   }
   const sorted = [...keys.values()].sort((a, b) => a[0].localeCompare(b[0]) || order(a) - order(b));
   return sorted.map(([set, name]) => makeChart(makeVisible(`${set}: ${name}`), runs.map((run, number) => ({ run: number, name: run.name,
-    points: run.evaluations.filter((line) => line.set === set).map((line) => [line.step, line[name] ?? null]).sort((a, b) => a[0] - b[0]) })), null));
+    points: run.evaluations.filter((line) => line.set === set).map((line) => [line.step, line[name] ?? null]).sort((a, b) => a[0] - b[0]) })), null, { look }));
 }
 
 /* All other metrics, drawn when they are asked for. */
 function makeOthers(runs, names) {
   if (!names.length) return null;
-  const charts = el('div', { class: 'charts' });
+  const charts = el('div', {});
   const draw = () => {
+    wanted = filter.value;
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
-    charts.replaceChildren(...found.map((name) => metricChart(runs, name, '')).filter(Boolean));
+    charts.replaceChildren(...layCharts(found.map((name) => metricChart(runs, name, '', look))).filter(Boolean));
   };
-  const filter = el('input', { type: 'search', placeholder: 'name contains', 'aria-label': 'filter metrics by name', input: draw });
-  const details = el('details', { class: 'metrics' }, el('summary', {}, `All other metrics (${names.length})`), filter, charts);
-  details.addEventListener('toggle', () => { if (details.open && !charts.children.length) draw(); });
+  const filter = el('input', { type: 'search', placeholder: 'name contains', 'aria-label': 'filter metrics by name', value: wanted, input: draw });
+  const details = el('details', { class: 'metrics', open: folds.get('others') }, el('summary', {}, `All other metrics (${names.length})`), filter, charts);
+  details.addEventListener('toggle', () => { folds.set('others', details.open); if (details.open && !charts.children.length) draw(); });
   return el('section', {}, details);
 }
