@@ -365,6 +365,50 @@ def test_an_export_has_the_problems_of_two_runs(browser, tmp_path):
     read_problem(browser)
 
 
+def read_pair(browser: Browser) -> list[str]:
+    """What stands on each side, below its choice: run, facts, and messages."""
+    browser.wait("document.querySelectorAll('.pair .columns > section').length === 2")
+    side = "[...section.children].filter((node) => node.tagName !== 'SELECT').map((node) => node.innerText).join(' ')"
+    return browser.run(
+        f"[...document.querySelectorAll('.columns > section')].map((section) => ({side}).replace(/\\s+/g, ' '))"
+    )
+
+
+def test_two_rollouts_of_a_problem_stand_side_by_side_with_what_both_have_above(browser, two_models):
+    browser.open(f"{two_models.url}#rollout/0/1/0")
+    browser.run("[...document.querySelectorAll('.head a')].find((a) => a.innerText === 'beside another').click()")
+    first, second = read_pair(browser)
+    assert first.startswith("one reward 0 · exact 1 · completed · 1 turn · 2 sampled")
+    assert second.startswith("two reward 0.5 · ")  # at the same step
+    assert read(browser, ".pair > .message") == "user Question 0"
+    assert f"one says {HOSTILE} at 1" in first
+    assert f"two says {HOSTILE} at 1" in second
+    choose = "document.getElementById('pair-1')"
+    options = browser.run(f"[...{choose}.options].map((each) => each.innerText)")
+    assert len(options) == 14
+    assert "two: step 0, 0-0/0, reward 0" in options
+    browser.run(f"{choose}.selectedIndex = 1; {choose}.dispatchEvent(new Event('change'))")
+    browser.wait("location.hash === '#pair/0/1/0/0/0/1'")
+    browser.wait("document.querySelectorAll('.columns > section')[1].innerText.includes('at 0')")
+    assert read_pair(browser)[1].startswith("one reward 0 · ")
+    browser.run("[...document.querySelectorAll('.pair a')].find((a) => a.innerText === 'its ids').click()")
+    browser.wait("document.querySelector('main h1').innerText.startsWith('1-0/0')")
+    browser.open(f"{two_models.url}#pair/0/1/9")
+    assert "step 1 of run 0 has no rollout 9" in read(browser)
+
+
+def test_an_export_has_pairs_and_says_which_of_them_it_has_not(browser, tmp_path):
+    """An export has the lines of all rollouts, and some of them whole: at --max-rollouts 4 one of each step."""
+    page = tmp_path / "page"
+    assert main(["view", *write_two_models(tmp_path), "--max-rollouts", "4", "--export", str(page)]) == 0
+    browser.open(f"{(page / 'index.html').as_uri()}#pair/0/0/0/1/0/1")
+    first, second = read_pair(browser)
+    assert f"one says {HOSTILE} at 0" in first
+    assert "two reward 0 · " in second
+    assert "the export has no run/1/step/0/rollout/1" in second
+    browser.errors.clear()  # that file
+
+
 def test_filters_are_saved_under_a_name_in_the_browser(browser, table):
     browser.open(f"{table.url}#table/0?is=untrained")
     wait_for_rows(browser, "6 of 14")

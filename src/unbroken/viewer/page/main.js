@@ -1,7 +1,9 @@
 // Which view is shown: by the hash of the URL. `#run?CURVES`, `#table/RUN?FILTERS`, `#step/RUN/STEP?FILTERS`,
-// `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`, `#problem/PROBLEM`. STEP is a number, or that of an evaluation: NUMBER@SET.
+// `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`, `#problem/PROBLEM`,
+// `#pair/RUN/STEP/NUMBER/RUN/STEP/NUMBER`. STEP is a number, or that of an evaluation: NUMBER@SET.
 'use strict';
 
+const VIEWS_OF_ROLLOUTS = ['table', 'step', 'rollout', 'problem', 'pair'];
 const POLL_MS = 4000;
 let shown = 0;
 let known = null;
@@ -13,7 +15,7 @@ async function route() {
   const [place, query] = hash.slice(1).split('?');
   const [kind, ...rest] = place.split('/');
   const numbers = rest.map((part) => (/^\d+$/.test(part) ? Number(part) : /^\d+@[\w.~%-]+$/.test(part) ? part : undefined));
-  const isRun = !['table', 'step', 'rollout', 'problem'].includes(kind);
+  const isRun = !VIEWS_OF_ROLLOUTS.includes(kind);
   if (query !== undefined && !isRun) readChoice(query);
   if (query !== undefined && isRun) look = readLook(query);
   const view = document.getElementById('view');
@@ -21,7 +23,7 @@ async function route() {
   const { id } = document.activeElement ?? {};
   try {
     known ??= await getObject('index');
-    drawTop(known, kind, kind === 'problem' ? [] : numbers);
+    drawTop(known, kind, kind === 'problem' || kind === 'pair' ? [] : numbers);
     const node = await (kind === 'problem' ? showProblem(known, rest[0]) : makeView(known, kind, numbers));
     if (ticket !== shown) return;
     if (kind !== 'rollout') shownRollout = null;
@@ -47,9 +49,11 @@ function press(key) {
   return pressRolloutKey(key) || (!shownRollout && pressListKey(key));
 }
 
-function makeView(index, kind, [run, step, number, row, turn, token]) {
+function makeView(index, kind, numbers) {
+  const [run, step, number, row, turn, token] = numbers;
   if (kind === 'table' && index.runs[run]?.kind === 'run') return showTable(index, run);
   if (kind === 'step' && index.runs[run] && step !== undefined) return showStep(index, run, step);
+  if (kind === 'pair' && index.runs[run]?.kind === 'run' && number !== undefined) return showPair(index, numbers);
   if (kind === 'rollout' && index.runs[run] && number !== undefined) return showRollout(index, run, step, number, row, turn, token);
   if (index.runs.length === 1 && index.runs[0].kind === 'store') return showStore(index);
   return showRun(index);
@@ -61,7 +65,7 @@ function drawTop(index, kind, [run, step, number]) {
   if (index.runs[own]?.kind === 'run') places.push(link(['table', `${own}?`], 'all rollouts'));
   if (step !== undefined) places.push(link(['step', run, step], isStore(index, run) ? namePage(step) : makeVisible(nameStep(step))));
   if (number !== undefined) places.push(el('span', {}, isStore(index, run) ? nameSession(step, number) : `rollout ${number}`));
-  if (kind === 'problem') places.push(el('span', {}, 'problem'));
+  if (kind === 'problem' || kind === 'pair') places.push(el('span', {}, kind === 'pair' ? 'side by side' : kind));
   document.title = `${places.map((place) => place.textContent).join(' · ')} – unbroken view`;
   document.getElementById('top').replaceChildren(el('b', {}, 'unbroken'), ...places,
     el('span', { class: 'soft live' }, isExport ? 'exported' : index.runs.map((each) => each.state).join(', ')),
@@ -92,7 +96,7 @@ async function poll() {
     for (const path of [...objects.keys()]) {
       if (changed.some((n) => path === `run/${n}` || path.startsWith(`run/${n}/`))) objects.delete(path);
     }
-    const isRun = !/^#(table|step|rollout|problem)\//.test(location.hash);
+    const isRun = !VIEWS_OF_ROLLOUTS.includes(location.hash.slice(1).split(/[/?]/)[0]);
     const isUsed = document.querySelector('details.metrics[open], .chart:hover');
     const top = window.scrollY;
     if (changed.length && isRun && !isUsed) await route();

@@ -2,14 +2,21 @@
 'use strict';
 
 async function showProblem(index, problem) {
-  const runs = index.runs.map((run, number) => ({ number, name: run.name, kind: run.kind })).filter((run) => run.kind === 'run');
-  for (const run of runs) run.rows = await findOfProblem(run.number, problem);
-  const rows = runs.flatMap((run) => run.rows);
+  const known = await findRunsOfProblem(index, problem);
+  const rows = known.flatMap((run) => run.rows);
   if (!rows.length) throw new Error('no rollout of this problem was kept');
-  const known = runs.filter((run) => run.rows.length);
+  const newest = known[0].rows.at(-1);
   return el('div', { class: 'of-problem' }, el('h1', {}, 'Problem ', el('span', { class: 'soft' }, `${plural(rows.length, 'rollout')} of ${known.map((run) => makeVisible(run.name)).join(', ')}`)),
     el('pre', { class: 'question' }, makeVisible(rows[0].prompt ?? '–')), rows[0].expected === null ? null : el('p', {}, el('span', { class: 'soft' }, 'expected '), el('code', {}, makeVisible(rows[0].expected))),
-    layCharts(makeProblemCharts(known)), known.map((run) => makeProblemList(run, runs.length > 1)));
+    rows.length > 1 ? el('p', {}, link(['pair', known[0].number, newest.step, newest.index], known.length > 1 ? `${makeVisible(known[0].name)} and ${makeVisible(known[1].name)} side by side` : 'two of them side by side')) : null,
+    layCharts(makeProblemCharts(known)), known.map((run) => makeProblemList(run, index.runs.length > 1)));
+}
+
+/* The runs that have rollouts of a problem, with them. */
+async function findRunsOfProblem(index, problem) {
+  const runs = index.runs.map((run, number) => ({ number, name: run.name, kind: run.kind })).filter((run) => run.kind === 'run');
+  for (const run of runs) run.rows = await findOfProblem(run.number, problem);
+  return runs.filter((run) => run.rows.length);
 }
 
 /* The rollouts of a problem in a run, by step. Their files may have to be read first. */

@@ -51,17 +51,17 @@ function describeVersions({ record, policy_version: trained, session, set }) {
   return [ends && `sampled by policy version ${ends}`, isTrained ? `trained from policy version ${trained}` : !set && 'not trained'];
 }
 
-/* The messages of a rollout, to its newest reply; of a session with several agents those of the first. */
+/* The numbers of the messages of a rollout, to its newest reply; of a session with several agents those of the first. */
 function findConversation({ messages, rows }) {
   const [newest] = rows.map((row) => row.messages ?? []).filter(([first]) => first === 0).sort((a, b) => b.at(-1) - a.at(-1));
-  return newest ? newest.map((n) => messages[n]) : messages;
+  return newest ?? [...messages.keys()];
 }
 
 /* The expected answer next to the given one, and the row of the data set. */
 function makeAnswers({ record, expected }) {
   const { columns, index } = record.data ?? {};
   if (!columns) return null;
-  const last = findConversation(record).findLast((message) => message.role === 'assistant');
+  const last = findConversation(record).map((n) => record.messages[n]).findLast((message) => message.role === 'assistant');
   const given = typeof last?.content === 'string' ? last.content.trim() : JSON.stringify(last?.content ?? last?.tool_calls ?? null);
   const side = (title, text) => el('div', {}, el('h2', {}, title), el('pre', {}, makeVisible(text.length > 240 ? `… ${text.slice(-240)}` : text)));
   return el('section', { class: 'answers' }, expected === null ? null : [side('Expected', expected), side('Given', given)],
@@ -80,7 +80,7 @@ function makeRolloutHead(state) {
   return el('section', { class: 'head' },
     el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of `, link(['step', run, step], rollout.session ? namePage(step) : makeVisible(nameStep(step))))),
     el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))),
-    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' · ', rollout.kind === 'tinker' || rollout.session || !state.problem ? null : [link(['problem', state.problem], 'this problem at all steps'), ' · '],
+    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' · ', rollout.kind === 'tinker' || rollout.session || !state.problem ? null : [link(['problem', state.problem], 'this problem at all steps'), ' · ', link(['pair', run, step, state.number], 'beside another'), ' · '],
       button('copy record', 'copy the record of this rollout as JSON', () => copyText(JSON.stringify(record)))),
     rollout.session ? makeSessionFacts(rollout.session) : null, makeAnswers(rollout),
     record.error && el('pre', { class: 'problem' }, makeVisible(record.error)),
@@ -92,7 +92,7 @@ function makeConversation(state) {
   const { record, turn_of_message: turns } = state.rollout;
   return el('section', { class: 'conversation' },
     el('details', { class: 'known-tools' }),
-    record.messages.map((message, n) => makeMessage(state, message, n, turns[n])),
+    record.messages.map((_, n) => makeMessage(state, n, turns[n] === undefined ? button(`message ${n}`, 'show its ids', () => jumpToMessage(state, n)) : button(`turn ${turns[n]}`, 'show its ids', () => jumpToTurn(state, turns[n])))),
     el('p', { class: 'soft others' }),
     state.rollout.kind === 'tinker' ? null : makeTimeline(state),
     el('h2', {}, 'Turns'), makeTurns(state));
@@ -121,9 +121,9 @@ function showTools(state, own) {
   node.replaceChildren(el('summary', {}, plural(tools.length, 'tool')), el('pre', {}, makeVisible(JSON.stringify(tools, null, 1))));
 }
 
-function makeMessage(state, message, n, turn) {
-  const jump = turn === undefined ? button(`message ${n}`, 'show its ids', () => jumpToMessage(state, n)) : button(`turn ${turn}`, 'show its ids', () => jumpToTurn(state, turn));
-  const { role, content, reasoning_content: reasoning, tool_calls: calls, ...others } = message;
+/* Message `n`, with what leads to its ids. */
+function makeMessage(state, n, jump) {
+  const { role, content, reasoning_content: reasoning, tool_calls: calls, ...others } = state.rollout.record.messages[n];
   const known = Object.fromEntries(Object.entries(others).filter(([, value]) => value !== null && value !== undefined));
   return el('article', { class: `message ${['user', 'assistant', 'tool', 'system'].includes(role) ? role : 'other'}`, 'data-message': n },
     el('header', {}, el('b', {}, makeVisible(role)), jump),
