@@ -409,6 +409,47 @@ def test_an_export_has_pairs_and_says_which_of_them_it_has_not(browser, tmp_path
     browser.errors.clear()  # that file
 
 
+def test_a_note_with_labels_is_saved_found_again_and_shown_as_text(browser, table):
+    browser.open(f"{table.url}#rollout/0/1/3")
+    assert read(browser, ".noted summary") == "Note and labels"
+    browser.run("document.querySelector('.noted').open = true")
+    browser.type("#note-labels", "wrong tool, <b>odd</b>, wrong tool")
+    browser.type("#note-text", f"{HOSTILE}\n")
+    browser.click(".noted [type=submit]")
+    browser.wait("document.querySelector('.noted').innerText.includes('saved')")
+    assert read(browser, ".noted summary") == f"wrong tool <b>odd</b> {HOSTILE}"
+    browser.open(f"{table.url}#table/0?")
+    wait_for_rows(browser, "14 of 14")
+    select = "document.getElementById('filter-label')"
+    browser.wait(f"{select} !== null")
+    browser.run(f"{select}.selectedIndex = 1; {select}.dispatchEvent(new Event('change'))")
+    wait_for_rows(browser, "1 of 14")
+    assert browser.run("location.hash") == "#table/0?label=%3Cb%3Eodd%3C%2Fb%3E"
+    marks = browser.run("[...document.querySelectorAll('.rows .mark')].map((node) => node.innerText)")
+    assert marks[-3:] == ["label: wrong tool", "label: <b>odd</b>", "note"]
+    browser.open(f"{table.url}#step/0/1?label=wrong+tool")
+    assert "1 of 4 rollouts" in read(browser, "#count")
+    browser.open(f"{table.url}#rollout/0/1/3")
+    browser.run("document.querySelector('.noted').open = true")
+    browser.type("#note-labels", "x" * 61)
+    browser.click(".noted [type=submit]")
+    browser.wait("document.querySelector('.noted').innerText.includes('a note must have labels and a text')")
+    browser.errors.clear()  # that answer
+
+
+def test_an_export_shows_notes_and_says_where_they_are_made(browser, tmp_path):
+    run = write_run(tmp_path / "run")
+    note = json.dumps({"labels": ["odd"], "text": "two\nlines"}).encode()
+    open_runs([run]).write_note("run/0/step/1/rollout/1/note", note)
+    assert main(["view", str(run), "--export", str(tmp_path / "page")]) == 0
+    browser.open(f"{(tmp_path / 'page/index.html').as_uri()}#rollout/0/1/1")
+    browser.run("document.querySelector('.noted').open = true")
+    assert read(browser, ".noted") == "odd two lines two lines Notes are made where unbroken view RUN serves this page."
+    assert count(browser, ".noted form") == 0
+    browser.open(f"{(tmp_path / 'page/index.html').as_uri()}#table/0?label=odd")
+    wait_for_rows(browser, "1 of 4")
+
+
 def test_filters_are_saved_under_a_name_in_the_browser(browser, table):
     browser.open(f"{table.url}#table/0?is=untrained")
     wait_for_rows(browser, "6 of 14")

@@ -26,6 +26,7 @@ from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.rendering.loader import load_stop_token_ids
 from unbroken.runs import config, evaluate, folder
 from unbroken.runs.export import files as exported
+from unbroken.runs.records import notes
 from unbroken.runs.records.files import read_records
 from unbroken.runs.settings import load_toml
 from unbroken.server import options
@@ -39,6 +40,11 @@ from unbroken.weights.files import FileSource, describe_file, read_tensors, writ
 from unbroken.weights.store import VersionStore
 
 WEIGHTS = {"a": torch.ones(4, 4), "b": torch.zeros(3)}
+
+NOTE = {
+    "labels": ["a"], "text": "b", "set": None, "step": 1, "trajectory": "c", "num_sampled": 2, "given": "d",
+    "time_s": 1.0,
+}  # fmt: skip
 
 
 def _write(place: Path, value: Any) -> Path:
@@ -204,6 +210,10 @@ READERS: dict[str, Reader] = {
     "recipe of a run, for a page": Reader(
         make=lambda place: _write(place / "recipe.json", {"recipe": "r", "settings": {"model": "m"}}),
         read=lambda path: read_recipe(path.parent), kind="json", is_lenient=True,
+    ),
+    "notes of rollouts": Reader(
+        make=lambda place: _write(place / notes.NOTES_FILE, NOTE),
+        read=lambda path: notes.read_notes(path.parent), kind="json", is_lenient=True,
     ),
     "report of an evaluation": Reader(
         make=lambda place: _write(place / "report.json", REPORT),

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import is_running
 from unbroken.runs.process_file import PROCESS_FILE
+from unbroken.runs.records.notes import NOTES_FILE
 from unbroken.untrusted import MAX_FACTS_BYTES, open_inside, read_json_file
 
 _FILE = "recipe.json"
@@ -42,11 +43,12 @@ DIAGNOSIS_FILE = "diagnosis.json"
 _FILES_OF_A_RUN = (
     *("metrics", "checkpoints", _EVALUATIONS, "final", "best", "models", "rollouts", "profiles"),
     *("sessions", "agents", "samplers", "timeline", "evaluations", FOLLOWER, TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE),
+    NOTES_FILE,
 )
 """What an earlier run of a recipe left."""
 _BEFORE_A_STEP = frozenset(
     {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", "evaluations", _EVALUATIONS}
-    | {_CLUSTER, "sessions", "agents", "samplers", FOLLOWER, TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE}
+    | {_CLUSTER, "sessions", "agents", "samplers", FOLLOWER, TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE, NOTES_FILE}
 )
 _MAY_CHANGE = (
     "output",

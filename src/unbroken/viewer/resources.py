@@ -25,6 +25,7 @@ from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
 from unbroken.runs.records.files import spread
+from unbroken.runs.records.notes import parse_content
 from unbroken.tinker.store import TINKER_TABLES
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
@@ -38,6 +39,7 @@ _PRELOAD = (
 )
 _STEP = r"\d{1,12}(?:@[\w%.~-]{1,900})?"
 _PATH = re.compile(rf"index|run/(\d{{1,3}})(?:/step/({_STEP})(?:/rollout/(\d{{1,9}})(/retokenised)?)?)?", re.ASCII)
+_NOTE = re.compile(rf"run/(\d{{1,3}})/step/({_STEP})/rollout/(\d{{1,9}})/note", re.ASCII)
 _TABLE = re.compile(r"run/(\d{1,3})/table(?:/([^/]{0,6000}))?", re.ASCII)
 _IMAGE = re.compile(r"run/(\d{1,3})/image/([0-9a-f]{64})", re.ASCII)
 
@@ -93,6 +95,20 @@ class Resources:
         if match is None:
             raise LookupError(f"there is no image {path}")
         return self._find_run(int(match[1])).read_image(match[2])
+
+    def write_note(self, path: str, body: bytes) -> None:
+        """Save a note at a path `run/0/step/12/rollout/3/note`; `body` is JSON with its labels and its text.
+
+        Raises:
+            LookupError: there is no such rollout; sessions of a store have no notes.
+            InvalidInputError: the note is not as it must be.
+            MetricsError: the run's folder cannot be written.
+        """
+        match = _NOTE.fullmatch(path)
+        reader = None if match is None else self._find_run(int(match[1]))
+        if match is None or not isinstance(reader, RunReader):
+            raise LookupError(f"there is no {path[:200]} to be written")
+        reader.write_note(_to_step(match[2]), int(match[3]), parse_content(body))
 
     def list_paths(self, *, max_rollouts: int = sys.maxsize) -> Iterator[str]:
         """The paths of all objects, but of each run only so many rollouts, evenly spread over its steps."""

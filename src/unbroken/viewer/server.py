@@ -2,6 +2,7 @@
 
 http://127.0.0.1:PORT/SECRET/             the page, for whoever knows the URL; no web page can read it
 http://127.0.0.1:PORT/SECRET/api/index    an object of `resources`, as JSON
+POST .../api/run/0/step/12/rollout/3/note  a note of a rollout: all that is ever written
 
 page/index.html                            the page
 page/data/run/0/step/12.js                 one object of `resources`, as a script: a browser reads no JSON from a disk
@@ -20,7 +21,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from unbroken.errors import InvalidInputError, StoreError
+from unbroken.errors import InvalidInputError, MetricsError, StoreError
+from unbroken.runs.records.notes import MAX_NOTE_BYTES
 from unbroken.viewer.assets import ASSETS, read_asset
 from unbroken.viewer.resources import Resources
 
@@ -41,7 +43,7 @@ _EXPORTED = b'data-source="files"'
 
 
 class ViewerServer(ThreadingHTTPServer):
-    """Answers GET requests below its `url`, from this machine only."""
+    """Answers requests below its `url`, from this machine only."""
 
     daemon_threads = True
 
@@ -99,6 +101,37 @@ class _Handler(BaseHTTPRequestHandler):
             raise
         except Exception as error:  # a record with an unknown fault: the other pages still work
             self._send_json(500, {"error": f"it cannot be shown: {type(error).__name__}: {error}"[:500]})
+
+    def do_POST(self) -> None:
+        """Save a note of a rollout, and answer with nothing."""
+        if (refusal := self._find_refusal() or self._find_refusal_to_write()) is not None:
+            self._send(403, "text/plain; charset=utf-8", refusal.encode())
+            return
+        path = self.path.partition("?")[0].removeprefix(f"/{self.server.secret}/api/")
+        try:
+            self.server.resources.write_note(path, self._read_body())
+            self._send_json(200, {})
+        except InvalidInputError as error:
+            self._send_json(400, {"error": str(error)})
+        except LookupError as error:
+            self._send_json(404, {"error": str(error)})
+        except (MetricsError, StoreError) as error:
+            self._send_json(500, {"error": str(error)})
+
+    def _read_body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal() and len(length) < 9) or int(length) > MAX_NOTE_BYTES:
+            raise InvalidInputError(f"Content-Length must be 0 to {MAX_NOTE_BYTES}, got {length[:20]!r}")
+        return self.rfile.read(int(length))
+
+    def _find_refusal_to_write(self) -> str | None:
+        """Why nothing is written: another page may link here, and may not send anything, not even by a form."""
+        own = [f"http://{self.headers.get('Host')}", None]
+        if self.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin" or self.headers.get("Origin") not in own:
+            return "a page of another origin writes nothing here\n"
+        if self.headers.get("Content-Type") != "application/json":
+            return "Content-Type must be application/json\n"
+        return None
 
     def _find_refusal(self) -> str | None:
         """Why the request is refused: by another name of this machine a web page could be behind it."""

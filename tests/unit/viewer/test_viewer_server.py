@@ -77,6 +77,91 @@ def test_pages_of_other_origins_read_nothing_but_can_link_here(server):
     assert get(server, f"/{server.secret}/", Host=f"localhost:{server.server_port}")[0] == 200
 
 
+NOTE_PATH = "api/run/0/step/1/rollout/1/note"
+NOTE = json.dumps({"labels": ["odd"], "text": HOSTILE.replace("\ud800", "?")}).encode()
+
+
+def post(server: ViewerServer, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    names = {name.replace("_", "-"): value for name, value in {"Content_Type": "application/json", **headers}.items()}
+    connection.request("POST", path, body=body, headers=names)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, data
+
+
+def test_a_note_is_saved_and_shown_in_its_rollout_its_step_and_the_table(server):
+    base = f"/{server.secret}/"
+    path = base + NOTE_PATH
+    assert post(server, path, NOTE, Origin=f"http://127.0.0.1:{server.server_port}", Sec_Fetch_Site="same-origin") == (
+        200,
+        b"{}",
+    )
+    shown = json.loads(get(server, path.removesuffix("/note"))[2])
+    assert (shown["labels"], shown["note"]) == (["odd"], HOSTILE.replace("\ud800", "?"))
+    assert shown["note_refusal"] is None
+    step = json.loads(get(server, f"{base}api/run/0/step/1")[2])["trajectories"]
+    assert [each.get("labels") for each in step] == [None, ["odd"], None]
+    table = json.loads(get(server, f"{base}api/run/0/table/label%3Dodd")[2])
+    assert [(each["step"], each["index"], each["labels"]) for each in table["rows"]] == [(1, 1, ["odd"])]
+    assert table["offers"]["labels"] == ["odd"]
+    assert post(server, path, b'{"labels": [], "text": ""}')[0] == 200
+    assert "labels" not in json.loads(get(server, path.removesuffix("/note"))[2])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"},
+        {"Sec_Fetch_Site": "none"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Content_Type": "text/plain"},
+        {"Content_Type": "application/x-www-form-urlencoded"},
+        {"Host": "evil.example"},
+    ],
+)
+def test_another_page_writes_nothing_not_even_by_a_form(server, tmp_path, headers):
+    assert post(server, f"/{server.secret}/{NOTE_PATH}", NOTE, **headers)[0] == 403
+    assert post(server, f"/{server.secret[:-1]}/{NOTE_PATH}", NOTE)[0] == 403
+    assert not (tmp_path / "notes.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (NOTE_PATH, b"[]", 400),
+        (NOTE_PATH, b'{"labels": [",",], "text": ""}', 400),
+        ("api/run/0/step/1/rollout/9/note", NOTE, 404),
+        ("api/run/0/step/7/rollout/0/note", NOTE, 404),
+        ("api/run/3/step/1/rollout/0/note", NOTE, 404),
+        ("api/run/0/step/1/rollout/1", NOTE, 404),
+        ("api/run/0/step/../rollout/1/note", NOTE, 404),
+        ("viewer.css", NOTE, 404),
+    ],
+)
+def test_what_is_no_note_of_a_rollout_is_refused(server, tmp_path, path, body, status):
+    assert post(server, f"/{server.secret}/{path}", body)[0] == status
+    assert not (tmp_path / "notes.jsonl").exists()
+
+
+def test_a_body_that_is_too_long_is_not_read(server):
+    status, data = post(server, f"/{server.secret}/{NOTE_PATH}", b"", Content_Length="65537")
+    assert status == 400
+    assert b"Content-Length must be 0 to 65536" in data
+
+
+def test_a_folder_in_which_nothing_can_be_written_says_so(server, tmp_path):
+    (tmp_path / "notes.jsonl").symlink_to(tmp_path / "elsewhere")
+    status, data = post(server, f"/{server.secret}/{NOTE_PATH}", NOTE)
+    assert status == 500
+    assert b"notes.jsonl cannot be written" in data
+    assert not (tmp_path / "elsewhere").exists()
+    assert "notes.jsonl cannot be read" in json.loads(get(server, f"/{server.secret}/api/run/0")[2])["problems"][0]
+
+
 def test_a_port_in_use_is_an_error(server, tmp_path):
     with pytest.raises(InvalidInputError, match="--port must be a free port"):
         ViewerServer(open_runs([tmp_path]), port=server.server_port)

@@ -80,7 +80,8 @@ def _export_rows(arguments: argparse.Namespace) -> int:
     form = RowForm(arguments.form or "rows")
     counts = export_rows(arguments.source, arguments.target, form=form, steps=steps, kind=arguments.kind)
     rows = f"{counts['rows']} rows of " if "rows" in counts else ""
-    print(f"{rows}{counts['rollouts']} rollouts in {arguments.target}")
+    noted = f", {counts['noted']} with a note" if counts["noted"] else ""
+    print(f"{rows}{counts['rollouts']} rollouts in {arguments.target}{noted}")
     return 0
 
 

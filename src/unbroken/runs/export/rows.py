@@ -31,7 +31,15 @@ from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.tree import StoredTree
-from unbroken.runs.records.files import FOLDER, find_conversation, find_expected, find_records, read_records
+from unbroken.runs.records.files import (
+    FOLDER,
+    find_conversation,
+    find_expected,
+    find_records,
+    read_records,
+    summarize,
+)
+from unbroken.runs.records.notes import Note, NoteKey, make_key, read_notes
 from unbroken.runs.records.paths import cut_path, describe_branch, describe_session, find_runs
 
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
@@ -51,11 +59,15 @@ class RowForm(StrEnum):
 
 
 class Rollout(NamedTuple):
-    """A rollout as docs/rollouts.md describes it, and the first line of its file; `kind` may be an evaluation's set."""
+    """A rollout as docs/rollouts.md describes it, and the first line of its file; `kind` may be an evaluation's set.
+
+    `note` is what somebody noted of it in the viewer.
+    """
 
     kind: str
     head: Mapping[str, Any]
     record: Mapping[str, Any]
+    note: Note | None = None
 
 
 def export_rows(
@@ -108,6 +120,7 @@ def export_rows(
 def _count(rollouts: Iterable[Rollout], counts: Counter[str]) -> Iterator[Rollout]:
     for rollout in rollouts:
         counts["rollouts"] += 1
+        counts["noted"] += rollout.note is not None
         yield rollout
 
 
@@ -133,17 +146,24 @@ def find_rollouts(source: str, *, steps: range | None = None, kind: str | None =
             f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
             f"({DATABASE_FILE}), got {source}{where}"
         )
-    return itertools.chain.from_iterable(_read_files(name, each, steps) for name, each in chosen)
+    notes, problems = read_notes(folder)
+    if problems:
+        raise InvalidInputError(f"{folder} must have notes that can be read: {problems[0]}. Mend or remove it")
+    return itertools.chain.from_iterable(_read_files(name, each, steps, notes) for name, each in chosen)
 
 
-def _read_files(kind: str, folder: Path, steps: range | None) -> Iterator[Rollout]:
+def _read_files(kind: str, folder: Path, steps: range | None, notes: Mapping[NoteKey, Note]) -> Iterator[Rollout]:
+    set_name = None if kind == TRAINING else kind
+    noted = {(note.set, note.step, note.trajectory) for note in notes.values()}
     for (step, _), path in find_records(folder).items():
         if steps is None or step in steps:
             records = read_records(path)
             head = next(records)
             for number, record in enumerate(records):
                 _check_record(record, f"{path} must be a file of rollouts: rollout {number}")
-                yield Rollout(kind=kind, head=head, record=record)
+                is_noted = (set_name, step, record.get("trajectory")) in noted
+                note = notes.get(make_key(set_name, step, summarize(record))) if is_noted else None
+                yield Rollout(kind=kind, head=head, record=record, note=note)
 
 
 def _check_record(record: Mapping[str, Any], of: str) -> None:
@@ -232,7 +252,14 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "messages": record["messages"] if numbers is None else [record["messages"][number] for number in numbers],
         "tools": list(row.get("tools", record.get("tools")) or ()),
         "data": record.get("data"),
+        **_describe_note(rollout),
     }
+
+
+def _describe_note(rollout: Rollout) -> dict[str, Any]:
+    """Not `labels`: trainers of transformers take a column of that name for their targets."""
+    note = rollout.note
+    return {"rollout_labels": note.labels if note else [], "rollout_note": note.text if note else None}
 
 
 def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,6 +280,7 @@ def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[
         "input_ids": whole["token_ids"],
         "assistant_masks": loss,
         **{name: whole[name] for name in ("reward", "step", "group", "trajectory", "branch", "tokenizer")},
+        **_describe_note(rollout),
     }
 
 
@@ -269,7 +297,7 @@ def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict
         "prompt": messages[:first],
         "ability": "",
         "reward_model": {"style": "rule", "ground_truth": find_expected(rollout.record.get("data")) or ""},
-        "extra_info": {"split": rollout.kind, **{name: whole[name] for name in names}},
+        "extra_info": {"split": rollout.kind, **{name: whole[name] for name in names}, **_describe_note(rollout)},
         "messages": messages,
         "tools": json.dumps(whole["tools"], ensure_ascii=False) if whole["tools"] else None,
         "prompt_ids": whole["token_ids"][:start],
@@ -379,12 +407,12 @@ def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
         **dict.fromkeys(ids, pa.list_(pa.int32())), **dict.fromkeys(numbers, pa.list_(pa.float32())),
         **dict.fromkeys(("sampled_mask", "loss_mask"), flags), "is_trained": pa.bool_(),
         **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits),
-        **dict.fromkeys(("finish_reasons", "policies"), pa.list_(text)),
+        **dict.fromkeys(("finish_reasons", "policies", "rollout_labels"), pa.list_(text)),
         **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole),
         **dict.fromkeys(("reward", "reward_score", "wall_time_s", "temperature"), pa.float64()),
         **messages,
         "reward_model": pa.struct({"style": text, "ground_truth": text}),
-        "extra_info": pa.struct({"split": text, **origin}),
+        "extra_info": pa.struct({"split": text, **origin, "rollout_labels": pa.list_(text), "rollout_note": text}),
     }  # fmt: skip
     as_text = _JSON_COLUMNS if form is RowForm.ROWS else ()
     columns = [name for name in columns if fields.get(name, True)]
@@ -503,6 +531,7 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
     scores = {"reward": record.get("reward"), **(record.get("reward_parts") or {})}
     rows = [make_row(rollout, number, row) for number, row in enumerate(record["rows"])]
     left_out = {"messages", "tools", "data", "reward", "reward_parts", "kind", "step", "rank"}
+    left_out |= {"rollout_labels", "rollout_note"}
     model = str(rollout.head.get("model"))
     stops = [_STOPS.get(turn["finish_reason"], "unknown") for turn in record["turns"][-1:]]
     choices = [{"message": answer, "stop_reason": stop} for answer, stop in zip(answers[-1:], stops, strict=False)]
@@ -519,6 +548,7 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
             "kind": rollout.kind,
             "step": rollout.head.get("step"),
             **{name: record.get(name) for name in names},
+            **_describe_note(rollout),
             "rows": [{name: value for name, value in row.items() if name not in left_out} for row in rows],
         },
         "total_time": record.get("wall_time_s"),

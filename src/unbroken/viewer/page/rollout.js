@@ -82,7 +82,7 @@ function makeRolloutHead(state) {
     el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))),
     el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' · ', rollout.kind === 'tinker' || rollout.session || !state.problem ? null : [link(['problem', state.problem], 'this problem at all steps'), ' · ', link(['pair', run, step, state.number], 'beside another'), ' · '],
       button('copy record', 'copy the record of this rollout as JSON', () => copyText(JSON.stringify(record)))),
-    rollout.session ? makeSessionFacts(rollout.session) : null, makeAnswers(rollout),
+    rollout.session ? makeSessionFacts(rollout.session) : null, makeAnswers(rollout), makeNote(state),
     record.error && el('pre', { class: 'problem' }, makeVisible(record.error)),
     rollout.has_texts ? null : el('p', { class: 'problem' }, makeVisible(`The tokenizer of ${rollout.model} is not on this machine: ids have no text here. Give it with --tokenizer FOLDER.`)));
 }

@@ -22,7 +22,7 @@ const FLAGS = {
 /* What of both is offered for the sequences of a Tinker server, beside the search. */
 const OF_SEQUENCES = ['truncated', 'failed', 'group', 'ids'];
 const RANGES = { reward: 'reward', value: 'component', ids: 'sampled ids', mismatch: 'mismatch', step: 'step' };
-const WORDS = { text: 'q', status: 'status', fork: 'fork', set: 'set', part: 'part', problem: 'problem' };
+const WORDS = { text: 'q', status: 'status', fork: 'fork', set: 'set', part: 'part', problem: 'problem', label: 'label' };
 const VIEWS = 'unbroken-views';
 /* What was chosen stays for the next step. */
 const choice = {};
@@ -32,7 +32,7 @@ let shownList = null;
 let shownTable = null;
 
 function clearChoice() {
-  Object.assign(choice, { text: '', status: '', fork: '', set: '', part: '', problem: '', flags: new Set(), variance: false, sort: 'group', descending: true });
+  Object.assign(choice, { text: '', status: '', fork: '', set: '', part: '', problem: '', label: '', flags: new Set(), variance: false, sort: 'group', descending: true });
   for (const name of Object.keys(RANGES)) choice[name] = [null, null];
 }
 
@@ -72,6 +72,7 @@ function isChosen(each) {
   return (!choice.status || each.status === choice.status)
     && (!choice.problem || each.problem === choice.problem)
     && (!choice.fork || each.forks.includes(choice.fork))
+    && (!choice.label || each.labels?.includes(choice.label))
     && (!choice.set || (each.set || 'training') === choice.set)
     && isIn(choice.reward, each.reward) && isIn(choice.ids, each.num_sampled) && (each.number === undefined || isIn(choice.step, each.number))
     && (!choice.part || isIn(choice.value, each[`part:${choice.part}`]))
@@ -117,7 +118,7 @@ function countBy(items, list) {
 function listOffers(rollouts) {
   const list = (read) => [...countBy(rollouts, read)].sort();
   const names = (read) => list(read).map(([name]) => name);
-  return { statuses: names((each) => [each.status]), forks: list((each) => new Set(each.forks)), parts: names((each) => Object.keys(each).filter((key) => key.startsWith('part:')).map((key) => key.slice(5))), sets: [],
+  return { statuses: names((each) => [each.status]), forks: list((each) => new Set(each.forks)), parts: names((each) => Object.keys(each).filter((key) => key.startsWith('part:')).map((key) => key.slice(5))), sets: [], labels: names((each) => each.labels ?? []),
     flags: Object.fromEntries(Object.entries(FLAGS).map(([name, [, read]]) => [name, rollouts.filter(read).length])) };
 }
 
@@ -127,13 +128,14 @@ function makeFilters(offers, kind, draw) {
   const isRun = !(kind in NOUNS);
   const listOffered = (all) => Object.keys(all).filter((name) => (areSequences ? OF_SEQUENCES.includes(name) : name !== 'step' || kind === 'table'));
   // What was chosen elsewhere and is not offered here would hide lines without a word.
-  if (!isRun) Object.assign(choice, { variance: false, part: '' });
+  if (!isRun) Object.assign(choice, { variance: false, part: '', label: '' });
   if (kind !== 'table') Object.assign(choice, { set: '', step: [null, null] });
   if (areSequences) Object.assign(choice, { status: '', fork: '', reward: [null, null], mismatch: [null, null], flags: new Set(OF_SEQUENCES.filter((name) => choice.flags.has(name))) });
   if (!listOffered(SORTS).includes(choice.sort) && !(isRun && choice.sort.startsWith('part:'))) choice.sort = 'group';
   const { statuses, sets } = offers;
   const forks = new Map(offers.forks);
   if (choice.fork && !forks.has(choice.fork)) forks.set(choice.fork, 0);
+  const labels = [...new Set([...(offers.labels ?? []), choice.label])].filter(Boolean);
   const parts = isRun ? offers.parts : [];
   const changed = (action) => (event) => { action(event.target); draw(); };
   const number = (key, end, label, name) => el('label', {}, `${label} `, el('input', { type: 'number', step: 'any', id: `filter-${key}-${end}`, 'aria-label': name, value: choice[key][end] ?? undefined,
@@ -152,6 +154,7 @@ function makeFilters(offers, kind, draw) {
     areSequences ? null : select('status', [['', 'any status'], ...statuses.map((status) => [status, makeVisible(status)])], 'status'),
     sets.length > 1 ? select('set', [['', 'training and evaluations'], ...sets.map((set) => [set, makeVisible(set)])], 'set') : null,
     forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].map(([reason, count]) => [reason, `fork: ${makeVisible(reason)} (${count})`])], 'fork reason') : null,
+    labels.length ? select('label', [['', 'any label or none'], ...labels.map((label) => [label, `label: ${makeVisible(label)}`])], 'label') : null,
     el('span', { class: 'sort' }, 'sort by ', select('sort', [...listOffered(SORTS).map((key) => [key, SORTS[key][0]]), ...parts.map((part) => [`part:${part}`, makeVisible(part)])], 'sort by'),
       button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })),
     el('details', { class: 'more', open: !isNarrow() }, el('summary', {}, 'more filters'), el('div', {}, more.flat(2).filter(Boolean))));
@@ -259,7 +262,7 @@ function makeStart(text, size) {
 
 function listMarks(each) {
   return [each.is_truncated && each.status !== 'truncated' && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'parse failure'),
-    each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), FLAGS.untrained[1](each) && 'not trained'].filter(Boolean);
+    each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), FLAGS.untrained[1](each) && 'not trained', ...(each.labels ?? []).map((label) => `label: ${label}`), each.note && 'note'].filter(Boolean);
 }
 
 /* Filters that were saved in this browser, by name. */

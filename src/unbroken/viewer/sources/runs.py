@@ -17,7 +17,18 @@ from unbroken.runs.diagnosis.evidence import read_evidence
 from unbroken.runs.diagnosis.rules import diagnose
 from unbroken.runs.folder import find_state
 from unbroken.runs.process_file import PROCESS_FILE
-from unbroken.runs.records.files import FOLDER, find_expected, find_records
+from unbroken.runs.records.files import FOLDER, find_expected, find_records, summarize
+from unbroken.runs.records.notes import (
+    NOTES_FILE,
+    Note,
+    NoteContent,
+    NoteKey,
+    append_note,
+    find_refusal,
+    make_key,
+    make_note,
+    read_notes,
+)
 from unbroken.runs.settings import redact
 from unbroken.untrusted import open_inside, read_json
 from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
@@ -60,6 +71,8 @@ class RunReader:
             lambda files, _signature: files.make_summary()
         )
         self._table = Table()
+        self._noted: tuple[object, dict[NoteKey, Note], list[str]] = (None, {}, [])
+        """The signature of the file of notes, and what it had."""
         self._listed: tuple[list[Any], Mapping[int | str, StepFiles]] = ([], {})
         """The files, and the times of their folders when they were listed."""
 
@@ -78,7 +91,8 @@ class RunReader:
         return {
             **self.describe(), "metrics": _make_columns(lines), "evaluations": evaluations,
             "recorded_steps": self.list_steps(), "settings": redact(read_recipe(self.folder).settings),
-            "problems": problems + others, "cluster": self._read_cluster(), "diagnosis": self._diagnose(),
+            "problems": problems + others + self._read_notes()[1], "cluster": self._read_cluster(),
+            "diagnosis": self._diagnose(),
         }  # fmt: skip
 
     def _diagnose(self) -> list[dict[str, str]]:
@@ -105,7 +119,11 @@ class RunReader:
     def read_table(self, query: str | None) -> dict[str, Any]:
         """What a query finds among all rollouts that were kept; see `Table`."""
         files = {name: (each, [*map(_signature, each.paths)]) for name, each in self._list_files().items()}
-        return self._table.query(files, query)
+        notes, _ = self._read_notes()
+        found = self._table.query(files, query, notes)
+        rows = [each | _find_note(notes, each["set"] or None, each["number"], each) for each in found["rows"]]
+        labels = sorted({label for note in notes.values() for label in note.labels})
+        return {**found, "rows": rows, "offers": {**found["offers"], "labels": labels}}
 
     def read_step(self, step: int | str) -> dict[str, Any]:
         """What there is of a step, without ids.
@@ -114,7 +132,10 @@ class RunReader:
             LookupError: nothing was kept of it.
         """
         files = self._find_step(step)
-        return self._summarize(files, tuple(map(_signature, files.paths)))
+        found = self._summarize(files, tuple(map(_signature, files.paths)))
+        notes, _ = self._read_notes()
+        members = [each | _find_note(notes, files.set, files.step, each) for each in found["trajectories"]]
+        return {**found, "trajectories": members}
 
     def read_trajectory(self, step: int | str, index: int) -> dict[str, Any]:
         """A rollout with its ids, their texts, and how its parts belong together.
@@ -126,14 +147,27 @@ class RunReader:
         members = self.read_step(step)["trajectories"]
         if index >= len(members):
             raise LookupError(f"step {step} has {len(members)} recorded rollouts, and no number {index}")
-        path = self._find_step(step).paths[members[index]["file"]]
-        head, record = read_pair(path, members[index]["line"])
+        files = self._find_step(step)
+        head, record = read_pair(files.paths[members[index]["file"]], members[index]["line"])
+        note = _find_note(self._read_notes()[0], files.set, files.step, summarize(record))
         texts = self._tokenizers.find([str(head.get("model"))])
         return {
             **{name: head.get(name) for name in ("rank", "policy_version", "model", "set")},
             "step": step, "index": index, "record": record, "expected": find_expected(record.get("data")),
+            **note, "note_refusal": find_refusal(self.folder),
             "has_texts": texts is not None, **describe_trajectory(record, texts),
         }  # fmt: skip
+
+    def write_note(self, step: int | str, index: int, content: NoteContent) -> None:
+        """Save labels and a text of a rollout.
+
+        Raises:
+            LookupError: there is no such rollout.
+            InvalidInputError: the note is too long.
+            MetricsError: the folder cannot be written.
+        """
+        record, files = self.read_trajectory(step, index)["record"], self._find_step(step)
+        append_note(self.folder, make_note(content, files.set, files.step, summarize(record)))
 
     def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
         """Where the tokenizer and template of a rollout's model are; None if they are not on this machine."""
@@ -154,6 +188,13 @@ class RunReader:
         """The SHA-256 of all images of rollouts."""
         found = (path.name for folder in self._list_folders() for path in (self.folder / folder).glob("images/*"))
         return sorted({name for name in found if _SHA256.fullmatch(name)})
+
+    def _read_notes(self) -> tuple[dict[NoteKey, Note], list[str]]:
+        """The notes of the run, read again when their file changed, and what is wrong with some."""
+        signature = _signature(self.folder / NOTES_FILE)
+        if signature != self._noted[0]:
+            self._noted = (signature, *read_notes(self.folder))
+        return self._noted[1:]
 
     def _list_folders(self) -> list[Path]:
         """The folders with files of rollouts: of the steps, and of each set that was evaluated."""
@@ -183,9 +224,18 @@ class RunReader:
 
     def _find_revision(self) -> str:
         paths = [self.folder / _METRICS, self.folder / _EVALUATIONS, self.folder / _CLUSTER_EVENTS]
+        paths.append(self.folder / NOTES_FILE)
         paths.append(self.folder / PROCESS_FILE)
         records = [str(_signature(path)) for files in self._list_files().values() for path in files.paths]
         return f"{[_signature(path) for path in paths]} {len(records)} {max(records, default='')}"
+
+
+def _find_note(
+    notes: Mapping[NoteKey, Note], set_name: str | None, step: int, summary: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The labels of a rollout, and the text; nothing if it has no note."""
+    note = notes.get(make_key(set_name, step, summary)) if notes else None
+    return {} if note is None else {"labels": note.labels, "note": note.text}
 
 
 def _name_stores(folder: Path) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.runs.records.files import PART
+from unbroken.runs.records.notes import Note, NoteKey, make_key
 from unbroken.viewer.sources.rollouts import StepFiles
 
 _FIRST_S, _MAX_S = 0.05, 1.0
@@ -63,10 +64,16 @@ class Table:
         self._values: dict[str, NDArray[np.float64]] = {}
         self._offers: dict[str, Any] = {}
 
-    def query(self, files: Mapping[int | str, tuple[StepFiles, object]], query: str | None) -> dict[str, Any]:
+    def query(
+        self,
+        files: Mapping[int | str, tuple[StepFiles, object]],
+        query: str | None,
+        notes: Mapping[NoteKey, Note],
+    ) -> dict[str, Any]:
         """The first rollouts of a query, how many there are, and what there is to choose by; None: all of them.
 
-        `files` has the files of each step and their signature. New ones are read for as long as an answer may take.
+        `files` has the files of each step and their signature; new ones are read for as long as an answer may take.
+        `notes` are those of the run.
         """
         asked = dict(parse_qsl(query or ""))
         text, size = asked.get("q", ""), asked.get("size", "")
@@ -75,6 +82,8 @@ class Table:
             num_read = sum(self._read(name, *each, end, with_texts=bool(text)) for name, each in files.items())
             self._join([self._known[name] for name in files if name in self._known])
             chosen = self._choose(asked)
+            if label := asked.get("label"):
+                chosen &= self._choose_noted([note for note in notes.values() if label in note.labels])
             if text:
                 chosen &= self._find(text)
             places = self._sort(np.flatnonzero(chosen), asked.get("sort", ""))
@@ -166,6 +175,19 @@ class Table:
         if chosen_set := asked.get("set"):
             own = [(each.files.set or _TRAINING) == chosen_set for each in self._steps or ()]
             chosen &= np.repeat(np.array(own, dtype=bool), np.diff(self._starts))
+        return chosen
+
+    def _choose_noted(self, notes: Sequence[Note]) -> NDArray[np.bool_]:
+        """Which rollouts have one of these notes, [N]."""
+        chosen = np.zeros(self._starts[-1], dtype=bool)
+        keys = {note.key for note in notes}
+        places = {(note.set, note.step) for note in notes}
+        for step, start in zip(self._steps or (), self._starts, strict=False):
+            if (step.files.set, step.files.step) in places:
+                columns = (step.columns[name] for name in ("trajectory", "num_sampled", "given"))
+                for index, row in enumerate(zip(*columns, strict=True)):
+                    summary = dict(zip(("trajectory", "num_sampled", "given"), row, strict=True))
+                    chosen[start + index] = make_key(step.files.set, step.files.step, summary) in keys
         return chosen
 
     def _choose_by_numbers(self, asked: Mapping[str, str]) -> NDArray[np.bool_]:

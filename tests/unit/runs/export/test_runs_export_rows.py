@@ -30,6 +30,7 @@ from unbroken.runs.records.files import read_records, summarize
 from unbroken.runs.records.record import describe_rewards, write_groups
 from unbroken.server.process import host_app
 from unbroken.types import SamplingParams
+from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.stores import StoreRun
 
 TOOL_TURNS = make_trajectory(
@@ -378,3 +379,52 @@ def test_half_a_surrogate_pair_in_a_record_is_written_or_refused_in_a_sentence(t
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "rows.parquet")]) == 1
     assert "describes them: UnicodeEncodeError" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "rows.jsonl")]) == 0
+
+
+def write_notes(run: Path) -> None:
+    resources = open_runs([run])
+    for path, text in (("run/0/step/3/rollout/0/note", "good"), ("run/0/step/3@math/rollout/0/note", "of math")):
+        resources.write_note(path, json.dumps({"labels": ["a", "b"], "text": text}).encode())
+
+
+@pytest.mark.parametrize("end", ["parquet", "jsonl"])
+def test_labels_and_notes_of_the_viewer_are_in_the_rows_of_every_form(tmp_path, capsys, end):
+    other = make_trajectory("g4/0", [make_row([1, 2, 3], num_prompt=1)])
+    write_step(tmp_path / "run", 3, [TOOL_TURNS, other], num_rollouts=2)
+    write_step(tmp_path / "run", 3, [TOOL_TURNS], folder="evaluations/math", set="math")
+    write_notes(tmp_path / "run")
+    none = {"rollout_labels": [], "rollout_note": None}
+    rows = export(tmp_path / "run", tmp_path / f"rows.{end}")
+    assert [{name: row[name] for name in none} for row in rows] == [
+        {"rollout_labels": ["a", "b"], "rollout_note": "good"},
+        none,
+    ]
+    assert "2 rows of 2 rollouts" in (said := capsys.readouterr().out)
+    assert said.endswith(", 1 with a note\n")
+    assert export(tmp_path / "run", tmp_path / f"m.{end}", "--kind", "math")[0]["rollout_note"] == "of math"
+    assert [row["rollout_note"] for row in export(tmp_path / "run", tmp_path / f"t.{end}", "--form", "trl")] == [
+        "good",
+        None,
+    ]
+    verl = export(tmp_path / "run", tmp_path / f"v.{end}", "--form", "verl")
+    assert [row["extra_info"]["rollout_labels"] for row in verl] == [["a", "b"], []]
+
+
+def test_labels_and_notes_are_in_a_log_of_inspect(tmp_path):
+    write_step(tmp_path / "run", 3, [TOOL_TURNS])
+    write_step(tmp_path / "run", 3, [TOOL_TURNS], folder="evaluations/math", set="math")
+    write_notes(tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "log.eval")]) == 0
+    with zipfile.ZipFile(tmp_path / "log.eval") as log:
+        name = next(each for each in log.namelist() if each.startswith("samples/"))
+        metadata = json.loads(log.read(name))["metadata"]
+    assert metadata["rollout_labels"] == ["a", "b"]
+    assert "rollout_note" not in metadata["rows"][0]
+
+
+def test_a_damaged_note_is_named_before_anything_is_written(tmp_path, capsys):
+    write_step(tmp_path / "run", 3, [TOOL_TURNS])
+    (tmp_path / "run" / "notes.jsonl").write_text("{}\n")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "rows.jsonl")]) != 0
+    assert "line 1 of notes.jsonl must be a note" in capsys.readouterr().err
+    assert not (tmp_path / "rows.jsonl").exists()

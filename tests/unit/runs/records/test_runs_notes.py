@@ -1,0 +1,112 @@
+"""Notes of rollouts: a file that only grows, whose last line of a rollout counts, and no link leads to another."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from support.recorded import make_row, make_trajectory
+from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.runs.records.files import summarize
+from unbroken.runs.records.notes import (
+    NOTES_FILE,
+    NoteContent,
+    append_note,
+    find_refusal,
+    make_key,
+    make_note,
+    parse_content,
+    read_notes,
+)
+
+SUMMARY = summarize(make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)]))
+
+
+def save(folder: Path, text: str, *labels: str, set_name: str | None = None, step: int = 3) -> None:
+    append_note(folder, make_note(NoteContent(labels=list(labels), text=text), set_name, step, SUMMARY))
+
+
+def test_the_last_note_of_a_rollout_counts_and_an_empty_one_takes_it_away(tmp_path):
+    save(tmp_path, "first", "a")
+    save(tmp_path, "of an evaluation", set_name="math")
+    before = (tmp_path / NOTES_FILE).read_bytes()
+    save(tmp_path, "second", "b", "c")
+    assert (tmp_path / NOTES_FILE).read_bytes().startswith(before)
+    notes, problems = read_notes(tmp_path)
+    assert problems == []
+    assert [(note.text, note.labels) for note in notes.values()] == [("of an evaluation", []), ("second", ["b", "c"])]
+    assert notes[make_key(None, 3, SUMMARY)].text == "second"
+    assert make_key(None, 4, SUMMARY) not in notes
+    save(tmp_path, "")
+    assert [note.text for note in read_notes(tmp_path)[0].values()] == ["of an evaluation"]
+
+
+def test_a_rollout_that_a_step_made_anew_has_not_the_note_of_the_one_before(tmp_path):
+    save(tmp_path, "of this one")
+    other = {"role": "assistant", "content": "Another answer."}
+    anew = summarize(make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)], messages=[other]))
+    assert make_key(None, 3, anew) not in read_notes(tmp_path)[0]
+
+
+def test_a_rollout_with_half_a_surrogate_pair_can_be_noted(tmp_path):
+    half = summarize(make_trajectory("g0/\ud800", [], messages=[{"role": "assistant", "content": "\ud800 é"}]))
+    append_note(tmp_path, make_note(NoteContent(labels=[], text="é"), None, 0, half))
+    assert read_notes(tmp_path)[0][make_key(None, 0, half)].text == "é"
+
+
+def test_what_is_no_note_is_named_with_its_line_and_all_others_are_read(tmp_path):
+    save(tmp_path, "first")
+    good = (tmp_path / NOTES_FILE).read_text()
+    wrong = json.loads(good) | {"labels": ["a,b"]}
+    (tmp_path / NOTES_FILE).write_text(f"{good}[1]\n{json.dumps(wrong)}\n{'[' * 2000}\n{good[:40]}")
+    save(tmp_path, "last", step=9)
+    notes, problems = read_notes(tmp_path)
+    assert [note.text for note in notes.values()] == ["first", "last"]  # a cut line swallows no other
+    assert [problem.split(" must")[0] for problem in problems] == [f"line {n} of {NOTES_FILE}" for n in (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"labels": []}',
+        b'{"labels": [], "text": "", "step": 3}',
+        b'{"labels": ["a\\nb"], "text": ""}',
+        b'{"labels": [" a"], "text": ""}',
+        b'{"labels": ["\\ud800"], "text": ""}',
+        json.dumps({"labels": ["x" * 61], "text": ""}).encode(),
+        json.dumps({"labels": ["x"] * 21, "text": ""}).encode(),
+        json.dumps({"labels": [], "text": "x" * 10_001}).encode(),
+    ],
+)
+def test_labels_and_texts_out_of_bounds_are_refused(body):
+    with pytest.raises(InvalidInputError):
+        parse_content(body)
+
+
+def test_no_link_and_no_pipe_is_read_or_written(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("kept\n")
+    makers = {"symlink": os.symlink, "hardlink": os.link, "pipe": lambda _, path: os.mkfifo(path)}
+    for name, make in makers.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        make(target, folder / NOTES_FILE)
+        with pytest.raises(MetricsError, match="cannot be written"):
+            save(folder, "x")
+        if name != "hardlink":
+            assert read_notes(folder)[0] == {}
+            assert "cannot be read" in read_notes(folder)[1][0]
+    assert target.read_text() == "kept\n"
+
+
+def test_a_folder_that_is_read_only_says_so(tmp_path):
+    assert find_refusal(tmp_path) is None
+    missing = tmp_path / "missing"
+    with pytest.raises(MetricsError, match="No such file"):
+        save(missing, "x")
+    assert "cannot be written: make notes in a copy" in str(find_refusal(missing))
