@@ -15,7 +15,7 @@ from support.loops import Callbacks
 from support.pages import Page
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import lookup_problems
-from unbroken.demo.report import to_text
+from unbroken.demo.report import make_report
 from unbroken.demo.run import run_demo
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
@@ -50,7 +50,7 @@ def demo(tmp_path_factory):
         loop=replace(defaults.loop, num_steps=3),
         evaluation=EvaluationConfig(num_problems=16),
     )
-    assert "exact (ours)" in to_text(asyncio.run(run_demo(config)))
+    assert "exact (ours)" in make_report(asyncio.run(run_demo(config))).to_text()
     return config
 
 

@@ -12,7 +12,7 @@ from support.browser import CHROMIUM, Browser
 from unbroken.audit.config import AuditConfig
 from unbroken.audit.output import to_html
 from unbroken.audit.run import run_audit
-from unbroken.viewer.reports import write_file
+from unbroken.reports import write_file
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 MARKUP = "<script>hacked()</script><img src=x onerror=hacked()>"

@@ -105,24 +105,24 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
-    from unbroken.audit.output import to_html, to_text
-    from unbroken.viewer.reports import make_printable, write_file
+    from unbroken.audit.output import make_report, to_html
+    from unbroken.reports import make_printable, write_file
 
     for name in report.about.unread_options:
         print(f"unbroken: warning: the template never reads the option {make_printable(name)!r}", file=sys.stderr)
     if arguments.html is not None:
         write_file(arguments.html, to_html(report))
     if arguments.json:
-        print(json.dumps(report.to_json(), indent=2))
+        print(make_report(report).to_json(), end="")
         return
-    print(to_text(report), end="")
+    print(make_report(report).to_text(), end="")
     if arguments.html is not None:
         print(f"page: {arguments.html}")
 
 
 def _write_table(arguments: argparse.Namespace) -> int:
     from unbroken.audit.table import find_templates, make_table
-    from unbroken.viewer.reports import write_file
+    from unbroken.reports import write_file
 
     files = find_templates(arguments.table)
     table = make_table(

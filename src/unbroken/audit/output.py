@@ -1,4 +1,4 @@
-"""Shows a report as plain text, and as a page."""
+"""Shows what an audit has found as a report, and as a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from unbroken.audit.report import (
     TurnEndFinding,
     Verdict,
 )
-from unbroken.viewer.reports import format_percent, make_printable, render_page, shorten, write_text
+from unbroken.reports import Report, Table, format_percent, make_printable, shorten
+from unbroken.viewer.reports import render_page
 
 _MAX_TOKENS_SHOWN = 9
 
@@ -40,9 +41,14 @@ _WITH_TABLES = ("arguments", "bridges")
 """The findings that have tables."""
 
 
-def to_text(report: AuditReport) -> str:
-    """Show all findings as text."""
-    return write_text(f"unbroken audit  {report.about.name}", [report.sentence, report.action], _make_rows(report))
+def make_report(report: AuditReport) -> Report:
+    """The verdict and all findings."""
+    return Report(
+        title=f"unbroken audit  {report.about.name}",
+        conclusions=[report.sentence, report.action],
+        tables=[Table(rows=[(label, *lines) for label, lines in _make_rows(report)])],
+        values=report.to_json(),
+    )
 
 
 def to_html(report: AuditReport) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from unbroken.viewer.reports import SideBySide, to_plain
+from unbroken.reports import to_plain
+from unbroken.viewer.reports import SideBySide
 
 JSON_FORMAT, JSON_VERSION = "unbroken-audit", 2
 

@@ -10,6 +10,7 @@ from unbroken.audit.process import run_in_process
 from unbroken.audit.report import KIND_WORDS, LIMITS, TRAIT_WORDS, AuditReport, Trait
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.limited_process import ProcessLimits
+from unbroken.reports import Table
 
 _LIMITS = LIMITS | {Trait.REFUSES_SYSTEM, Trait.DROPS_SYSTEM}
 _HEAD = """\
@@ -27,9 +28,8 @@ conversation, character for character and id for id.
 Templates that move the system text to the last question (Mistral's) are refused at each question (`drops_message`),
 because the model would read it twice; `history="repeat_system"` bridges them ([history.md](history.md)).
 
-| template | class | limits | turns end with | parser | read back | exact | refused, by reason |
-|---|---|---|---|---|---|---|---|
 """
+_COLUMNS = ("template", "class", "limits", "turns end with", "parser", "read back", "exact", "refused, by reason")
 
 
 def find_templates(places: Sequence[Path]) -> list[Path]:
@@ -64,24 +64,25 @@ def make_table(
 
     Templates that write the same text in all conversations, with the same findings, share a row and are counted once.
     """
-    rows: dict[tuple[str, str], list[str]] = {}
+    names_of: dict[tuple[str, ...], list[str]] = {}
+    """Of the templates with the same digest of texts, and the same cells."""
     reports: list[AuditReport] = []
     for number, file in enumerate(files, 1):
         name = name_template(file)
         try:
             report = run_in_process(AuditTarget(template=str(file)), config, limits or ProcessLimits())
         except UnbrokenError as error:
-            rows[name, _join_cells(["error", _escape(str(error)), "", "", "", "", ""])] = [name]
+            names_of[name, "error", str(error), "", "", "", "", ""] = [name]
             continue
         finally:
             progress(f"{number}/{len(files)} {name}")
-        names = rows.setdefault((report.rendering.text_sha256, _make_cells(report)), [])
+        names = names_of.setdefault((report.rendering.text_sha256, *_make_cells(report)), [])
         names.append(name)
         if len(names) == 1:
             reports.append(report)
     accepted, exact = (sum(getattr(r.fuzz, key) for r in reports) for key in ("num_accepted", "num_exact"))
     head = _HEAD.format(
-        num=len(rows),
+        num=len(names_of),
         files=len(files),
         conversations=config.num_conversations,
         seed=config.seed,
@@ -91,32 +92,23 @@ def make_table(
         refused=sum(r.fuzz.num_refused for r in reports),
         wrong=sum(r.fuzz.num_wrong for r in reports),
     )
-    return head + "".join(f"| {', '.join(f'`{name}`' for name in rows[row])} {row[1]}\n" for row in rows)
+    rows = [(", ".join(f"`{name}`" for name in names), *cells) for (_, *cells), names in names_of.items()]
+    return head + Table(columns=_COLUMNS, rows=rows).to_markdown()
 
 
-def _make_cells(report: AuditReport) -> str:
+def _make_cells(report: AuditReport) -> list[str]:
     fuzz, trip = report.fuzz, report.round_trip
     limits = [TRAIT_WORDS[trait].partition(",")[0] for trait in report.kind.traits if trait in _LIMITS]
     refused = [f"{share.num} {share.reason}" for share in fuzz.refused]
     if fuzz.num_wrong:
         refused.insert(0, f"**{fuzz.num_wrong} wrong**")
     num_read = trip.num_turns - trip.num_not_comparable
-    return _join_cells(
-        [
-            KIND_WORDS[report.kind.kind].partition(":")[0],
-            ", ".join(limits) or "-",
-            " ".join(f"`{_escape(token.text)}`" for token in report.turn_ends.ends) or "-",
-            trip.parser,
-            f"{trip.num_same}/{num_read}" if num_read else "-",
-            f"{100 * fuzz.exact_share:.1f} % of {fuzz.num_accepted}" if fuzz.num_accepted else "-",
-            ", ".join(refused) or "-",
-        ]
-    )
-
-
-def _join_cells(values: Sequence[str]) -> str:
-    return f"| {' | '.join(values)} |"
-
-
-def _escape(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    return [
+        KIND_WORDS[report.kind.kind].partition(":")[0],
+        ", ".join(limits) or "-",
+        " ".join(f"`{token.text}`" for token in report.turn_ends.ends) or "-",
+        trip.parser,
+        f"{trip.num_same}/{num_read}" if num_read else "-",
+        f"{100 * fuzz.exact_share:.1f} % of {fuzz.num_accepted}" if fuzz.num_accepted else "-",
+        ", ".join(refused) or "-",
+    ]

@@ -54,7 +54,7 @@ def _run_new(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.demo.config import LookupConfig
-        from unbroken.demo.report import to_text
+        from unbroken.demo.report import make_report
         from unbroken.demo.run import run_demo
         from unbroken.training.config import LoopConfig
     except ModuleNotFoundError as error:
@@ -66,6 +66,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
 
-    print(to_text(run_until_terminated(run_demo(config))), end="")
+    print(make_report(run_until_terminated(run_demo(config))).to_text(), end="")
     print(f"report: {arguments.output / 'report.html'}")
     return 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unbroken.demo.lookup import JsonStyle
+from unbroken.reports import Report, Table, format_percent, write_file
 from unbroken.retokenising.changes import Cause
 from unbroken.training.metrics.mismatch import Mismatch
-from unbroken.viewer.reports import WIDTH, SideBySide, format_percent, render_page, write_file
+from unbroken.viewer.reports import SideBySide, render_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,29 +88,34 @@ class DemoResult:
         }
 
 
-def to_text(result: DemoResult) -> str:
-    """Show the comparison as a table, and the success before and after."""
-    lines = [
-        "the same rollouts as sampled, and decoded, rendered, retokenised",
-        f"{'':<28}{'rollouts':>8}{'other ids':>11}{'off > 20 %':>12}{'k3':>10}{'max diff':>10}",
-    ]
-    for name, row in result.rows:
-        found = row.mismatch
-        lines.append(
-            f"{name:<28}{row.num_rollouts:>8}{format_percent(row.share_differ):>11}"
-            f"{format_percent(found.share_off_20pct):>12}{found.k3:>10.1e}{found.max_abs:>10.1e}"
-        )
-    lines += ["", *textwrap.wrap(result.explanation, WIDTH, break_on_hyphens=False), ""]
-    lines.append(
+def make_report(result: DemoResult) -> Report:
+    """The success before and after, and the comparison."""
+    success = (
         f"success at temperature 1: {result.success_before:.2f} -> {result.success_after:.2f} "
         f"in {result.steps} GRPO steps, {result.rollouts:,} rollouts, {result.seconds:.0f} s"
     )
-    return "\n".join(lines) + "\n"
+    table = Table(
+        title="the same rollouts as sampled, and decoded, rendered, retokenised",
+        columns=("", "rollouts", "other ids", "off > 20 %", "k3", "max diff"),
+        rows=[
+            (
+                name,
+                str(row.num_rollouts),
+                format_percent(row.share_differ),
+                format_percent(row.mismatch.share_off_20pct),
+                f"{row.mismatch.k3:.1e}",
+                f"{row.mismatch.max_abs:.1e}",
+            )
+            for name, row in result.rows
+        ],
+    )
+    conclusions = [success, result.explanation]
+    return Report(title="unbroken demo", conclusions=conclusions, tables=[table], values=result.to_json())
 
 
 def write_report(result: DemoResult, folder: Path) -> None:
     """Write `report.html` and `summary.json` into a folder."""
-    write_file(folder / "summary.json", json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n")
+    write_file(folder / "summary.json", make_report(result).to_json())
     page = render_page(
         "unbroken.demo",
         "report.html.jinja",

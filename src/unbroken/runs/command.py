@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
+from unbroken.reports import format_json
 from unbroken.runs.processes import SAMPLER_KEY
 from unbroken.runs.signals import run_until_terminated
 
@@ -226,9 +228,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
-        from unbroken.runs.evaluate import evaluate_task, print_report
+        from unbroken.runs.evaluate import evaluate_task, make_report
 
-        report = evaluate_task(
+        found = evaluate_task(
             arguments.task,
             options,
             Console(stderr=True, markup=False),
@@ -240,12 +242,11 @@ def run_eval(arguments: argparse.Namespace) -> int:
             retokenises=arguments.retokenised,
             preflight=arguments.preflight is not False,
         )
+        report = make_report(found)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "evaluation needs the train extra", "train") from error
-    if arguments.json:
-        print(json.dumps(report, indent=1, allow_nan=False))
-    else:
-        print_report(report, Console(markup=False, width=None if sys.stdout.isatty() else 160))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    print(report.to_json() if arguments.json else report.to_text(width), end="")
     return 0
 
 
@@ -282,7 +283,7 @@ def _run_follow(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "evaluation needs the train extra", "train") from error
     if arguments.json:
-        print(json.dumps(report, indent=1, allow_nan=False))
+        print(format_json(report), end="")
     return 0
 
 
@@ -323,7 +324,7 @@ def run_numerics(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--rows and --max-tokens must be >= 1")
     try:
         from unbroken.runs.config import RunConfig
-        from unbroken.runs.numerics import Comparison, describe
+        from unbroken.runs.numerics import Comparison, make_report
         from unbroken.runs.settings import read_options, section_of
     except ModuleNotFoundError as error:
         raise missing_extra(error, "numerics needs the train extra", "train") from error
@@ -331,11 +332,9 @@ def run_numerics(arguments: argparse.Namespace) -> int:
     values = read_options(options, section_of(RunConfig))
     sizes = {"num_rows": arguments.rows, "max_tokens": arguments.max_tokens}
     reports = run_until_terminated(Comparison(source=arguments.model, values=values, **sizes).measure())
-    if arguments.json:
-        print(json.dumps([asdict(report) for report in reports], indent=2, allow_nan=False))
-    else:
-        print(describe(reports))
-    return 0 if all(report.is_exact for report in reports if report.numerics == "exact") else 1
+    report = make_report(reports)
+    print(report.to_json() if arguments.json else report.to_text(), end="")
+    return 0 if all(each.is_exact for each in reports if each.numerics == "exact") else 1
 
 
 _ENDINGS = {
@@ -382,7 +381,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     found = {folder: diagnose_folder(folder) for folder in arguments.runs}
     if arguments.json:
         of_all = {str(folder): [asdict(each) for each in findings] for folder, (_, findings) in found.items()}
-        print(json.dumps(of_all, indent=1))
+        print(format_json(of_all), end="")
         return 0
     for folder, (evidence, findings) in found.items():
         silence = "nothing is found: no rule of docs/troubleshooting.md speaks"

@@ -1,13 +1,6 @@
 """`unbroken eval`: models on the problems of a recipe, without training.
 
-the recipe's train_model ── for each model: engine ── sampler ── evaluation, as in training ── numbers ── a table
-
-A problem's samples are not independent, so problems are what the bootstrap draws:
-
-    2 problems with 4 samples each      0 1 1 0 and 1 1 1 1      reward/mean (2 + 4) / (4 + 4)
-    a draw of 2 problems                the second one twice     (4 + 4) / (4 + 4)
-
-Two models have the same problems and seeds, so their difference is that of each problem.
+the recipe's train_model ── for each model: engine ── sampler ── evaluation, as in training ── numbers ── a report
 """
 
 from __future__ import annotations
@@ -15,32 +8,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
-import math
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
-from unbroken.errors import InvalidInputError, MetricsError, UnbrokenError, missing_extra
+from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.model_source import check_model_source
 from unbroken.rendering.base import Renderer
+from unbroken.reports import Report, Table, format_json, write_file
 from unbroken.retokenising.comparison import TemplateTexts
 from unbroken.retokenising.summary import summarize_retokenised
-from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
-from unbroken.runs.evaluation.evaluator import FOLDER, Evaluation, Evaluator, Sample, choose_ks, pass_at_k, read_samples
+from unbroken.runs.evaluation.evaluator import FOLDER, Evaluation, Evaluator, read_samples
+from unbroken.runs.evaluation.numbers import INTERVALS, Measure, Sample, compare, measure
 from unbroken.runs.evaluation.schedule import make_evaluators
 from unbroken.runs.folder import (
     COMPRESSED,
@@ -62,13 +51,8 @@ from unbroken.types import Numerics
 from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file
 
 REPORT = "report.json"
-INTERVALS = (
-    "95 %: bootstrap over problems (10,000 draws); Wilson for pass@k where each problem's is 0 or 1; none for one "
-    "problem, or where all problems have one value; too narrow for fewer than about 20 problems"
-)
 NUM_PROBLEMS = 100
 """Of an environment that has no end."""
-_NUM_DRAWS, _NUM_TOGETHER = 10_000, 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,15 +189,6 @@ def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[
     return report
 
 
-def _write_report(output: Path, report: Mapping[str, Any]) -> None:
-    part = output / f".{REPORT}.part"
-    try:
-        part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", "utf-8")
-        part.replace(output / REPORT)
-    except OSError as error:
-        raise MetricsError(f"{output / REPORT} cannot be written: {error}. Make room and start it again") from error
-
-
 def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[EvaluatedModel], *, name: str) -> RunConfig:
     """The config of the recipe, whose `output` is that of training, with the options that are given."""
     output = Path("runs") / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -329,14 +304,14 @@ class _Evaluation:
             own = {"model": model.source} if "model" in settings else {}  # the viewer says which it was
             if not (folder / FOLDER).is_dir():
                 claim_folder(folder, self.recipe.name, {**settings, **own})
-                _write_report(output, self.report)
+                write_file(output / REPORT, format_json(self.report))
             found = self._read(folder) if is_done else await self._evaluate(model, label, folder)
             self.report["differences"] += [
-                {"set": name, "model": label, "baseline": labels[0], "measures": _compare(of_set, found[name])}
+                {"set": name, "model": label, "baseline": labels[0], "measures": compare(of_set, found[name])}
                 for name, of_set in baseline.items()
             ]
             baseline = baseline or found
-            await asyncio.to_thread(_write_report, output, self.report)
+            await asyncio.to_thread(write_file, output / REPORT, format_json(self.report))
 
     def _read(self, folder: Path) -> dict[str, dict[str, Measure]]:
         """The numbers of a model that is done."""
@@ -501,115 +476,43 @@ def make_labels(names: Sequence[str]) -> list[str]:
     return labels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
-    """A number of an evaluation: the sum over the problems divided by their count."""
-
-    sums: NDArray[np.float64]
-    """[P] of each problem's samples."""
-    counts: NDArray[np.float64]
-    """[P] how many samples of each problem count."""
-    is_pass: bool = False
-
-    @classmethod
-    def of(cls, values: Sequence[Sequence[float]], *, is_pass: bool = False) -> Measure:
-        """Make it of the values of each problem's samples."""
-        sums, counts = ([count(each) for each in values] for count in (math.fsum, len))
-        return cls(sums=np.array(sums, np.float64), counts=np.array(counts, np.float64), is_pass=is_pass)
-
-    @property
-    def value(self) -> float | None:
-        """The number; None if nothing counts."""
-        return float(self.sums.sum() / self.counts.sum()) if self.counts.any() else None
-
-    def find_interval(self) -> tuple[float, float] | None:
-        """The interval; None if there is none (`INTERVALS`)."""
-        sums, counts = self.sums[self.counts > 0], self.counts[self.counts > 0]
-        means, number = sums / counts, len(sums)
-        if self.is_pass and number > 0 and np.isin(means, (0.0, 1.0)).all():
-            return _wilson(float(means.mean()), number)
-        if number < 2 or (means == means[0]).all():
-            return None
-        rng = np.random.default_rng(0)  # always the same draws
-        draws = [rng.integers(number, size=(_NUM_TOGETHER, number)) for _ in range(_NUM_DRAWS // _NUM_TOGETHER)]
-        drawn = np.concatenate([sums[each].sum(axis=1) / counts[each].sum(axis=1) for each in draws])
-        low, high = np.quantile(drawn, (0.025, 0.975))
-        return float(low), float(high)
-
-    def to_json(self) -> dict[str, Any]:
-        """The number and its interval."""
-        low, high = self.find_interval() or (None, None)
-        return {"value": self.value, "low": low, "high": high, "num_problems": int((self.counts > 0).sum())}
+def make_report(found: Mapping[str, Any]) -> Report:
+    """The report of what `evaluate_task` returns: a table for each set of problems."""
+    return Report(
+        title=f"unbroken eval {found['task']}",
+        conclusions=[f"Intervals of {found['intervals']}."],
+        tables=[_tabulate(found, name) for name in found["models"][0]["sets"]],
+        values=found,
+    )
 
 
-def _wilson(share: float, num: int, z: float = 1.959964) -> tuple[float, float]:
-    middle = (share + z * z / (2 * num)) / (1 + z * z / num)
-    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num)) / (1 + z * z / num)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+def _tabulate(found: Mapping[str, Any], name: str) -> Table:
+    """The table of a set of problems: a column for each model, and one for each difference from the first."""
+    letters = {each["model"]: chr(ord("A") + k) if k < 26 else str(k) for k, each in enumerate(found["models"])}
+    columns = [(f"{letters[each['model']]} {each['model']}", each["sets"][name]) for each in found["models"]]
+    changes = [each for each in found["differences"] if each["set"] == name]
+    columns += [(f"{letters[each['model']]} − {letters[each['baseline']]}", each) for each in changes]
+    cells = [_describe_column(each) for _, each in columns]
+    rows = [(row, *(of_column.get(row, "") for of_column in cells)) for row in _merge_names(cells)]
+    first = found["models"][0]["sets"][name]
+    title = f"{name}: {first['num_problems']} problems x {first['num_samples']}"
+    return Table(title=title, columns=("", *(column for column, _ in columns)), rows=rows)
 
 
-_OF_ROLLOUTS: dict[str, Callable[[Sample], float]] = {
-    "completion_tokens/mean": lambda each: each.num_sampled,
-    "turns/mean": lambda each: each.num_turns,
-    "seconds/mean": lambda each: each.wall_time_s,
-    "cut/share": lambda each: each.was_cut,
-    "failed/share": lambda each: each.status in (TrajectoryStatus.FAILED, TrajectoryStatus.ABORTED),
-}
-"""Numbers that each rollout has. Seconds are from its start to its reward, while others are sampled."""
+def _describe_column(found: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of a model on a set, or of a difference, by the names of their rows."""
+    texts = {name: _format(each, name) for name, each in found["measures"].items()}
+    if "retokenised" in found:
+        texts |= _describe_retokenised(found["retokenised"])
+    if found.get("seconds"):
+        texts["seconds in all"] = f"{found['seconds']:.1f}"
+    return texts
 
 
-def measure(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> dict[str, Measure]:
-    """The numbers of an evaluation, by the names of `evaluation.jsonl`.
-
-    A rollout without a reward counts as 0 in the mean, and never passes. `reward_parts/NAME` is over the rollouts that
-    have this part.
-    """
-    scored = [[each for each in samples if each.is_scored] for samples in problems]
-    rewards = [[0.0 if each.reward is None else each.reward for each in samples] for samples in scored]
-    found = {"reward/mean": Measure.of(rewards)}
-    for name in dict.fromkeys(name for samples in scored for each in samples for name in each.reward_parts):
-        parts = [[part for each in samples if (part := each.reward_parts.get(name)) is not None] for samples in scored]
-        found[f"reward_parts/{name}"] = Measure.of(parts)
-    for k in choose_ks(max(map(len, rewards), default=0)):
-        counts = [(len(samples), sum(each.passes(pass_reward) for each in samples)) for samples in scored]
-        chances = [[pass_at_k(number, passed, k)] if number >= k else [] for number, passed in counts]
-        found[f"pass@{k}"] = Measure.of(chances, is_pass=True)
-    for name, read in _OF_ROLLOUTS.items():
-        found[name] = Measure.of([[float(read(each)) for each in samples] for samples in problems])
-    return found
-
-
-def _compare(baseline: Mapping[str, Measure], other: Mapping[str, Measure]) -> dict[str, Any]:
-    """The mean difference from the baseline over the problems that both have."""
-    found = {}
-    for name in [name for name in baseline if name in other]:
-        first, second = baseline[name], other[name]
-        both = (first.counts > 0) & (second.counts > 0)
-        change = second.sums[both] / second.counts[both] - first.sums[both] / first.counts[both]
-        found[name] = Measure(sums=change, counts=np.ones(len(change))).to_json()
-    return found
-
-
-def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """Print a table for each set of problems: a column for each model, and one for each difference from the first."""
-    letters = {each["model"]: chr(ord("A") + k) if k < 26 else str(k) for k, each in enumerate(report["models"])}
-    for name, first in report["models"][0]["sets"].items():
-        columns = [(f"{letters[each['model']]} {each['model']}", each["sets"][name]) for each in report["models"]]
-        changes = [each for each in report["differences"] if each["set"] == name]
-        columns += [(f"{letters[each['model']]} − {letters[each['baseline']]}", each) for each in changes]
-        table = Table(title=f"{name}: {first['num_problems']} problems x {first['num_samples']}", title_justify="left")
-        for title in ("", *(title for title, _ in columns)):
-            table.add_column(title, overflow="fold", no_wrap=not title)
-        for row in dict.fromkeys(row for _, each in columns for row in each["measures"]):
-            table.add_row(row, *(_format(each["measures"].get(row), row) for _, each in columns))
-        found = [_describe_retokenised(each["retokenised"]) if "retokenised" in each else {} for _, each in columns]
-        for row in dict.fromkeys(row for each in found for row in each):
-            table.add_row(row, *(each.get(row, "") for each in found))
-        table.add_row(
-            "seconds in all", *(f"{each['seconds']:.1f}" if each.get("seconds") else "" for _, each in columns)
-        )
-        console.print(table)
-    console.print(f"Intervals of {report['intervals']}.", highlight=False)
+def _merge_names(columns: Sequence[Mapping[str, str]]) -> list[str]:
+    """The rows that any of the columns has; the time, which is no measure, comes last."""
+    names = dict.fromkeys(name for texts in columns for name in texts)
+    return sorted(names, key="seconds in all".__eq__)
 
 
 def _describe_retokenised(found: Mapping[str, Any]) -> dict[str, str]:
@@ -637,7 +540,7 @@ def _format_share(counts: Mapping[str, Any], found: Mapping[str, Any], unit: str
     return f"{counts[f'share_of_{unit}']:.1%} of {found['compared'][f'num_{unit}']}"
 
 
-def _format(measure: Mapping[str, Any] | None, name: str) -> str:
-    numbers = [] if measure is None else [measure[key] for key in ("value", "low", "high") if measure[key] is not None]
+def _format(measure: Mapping[str, Any], name: str) -> str:
+    numbers = [measure[key] for key in ("value", "low", "high") if measure[key] is not None]
     value, *interval = [f"{number:.{1 if name.startswith('completion') else 3}f}" for number in numbers] or [""]
     return f"{value} [{', '.join(interval)}]" if interval else value

@@ -29,7 +29,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from unbroken.exactness import BLOCK, ModuleOutputs, fix_rotary
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
+from unbroken.reports import Report, Table, format_percent
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.models import load_model, prepare_model
@@ -176,26 +177,38 @@ async def sample_row(
     return row
 
 
-def describe(reports: Sequence[NumericsReport]) -> str:
-    """The report as text."""
-    lines = [*sorted({report.subject for report in reports if report.ways}), ""]
-    lines += [f"{'':8}{'sampled':12}{'tokens':>8}{'equal':>9}{'largest difference':>20}{'k3':>10}"]
-    for report in reports:
-        if report.refused is not None:
-            lines.append(f"{report.numerics:8}refused: {report.refused}")
-        for way, found in report.ways.items():
-            share = f"{100 * found.equal_share:.1f} %"
-            lines.append(
-                f"{report.numerics:8}{way:12}{found.num_tokens:>8}{share:>9}{found.max_abs:>20.2g}{found.k3:>10.1e}"
-            )
-        if report.ways:
-            lines.append(f"{'':8}{report.modules}")
-            lines.append(f"{'':8}{report.sampled_per_s:,.0f} ids a second sampled, {report.trained_per_s:,.0f} trained")
+def make_report(reports: Sequence[NumericsReport]) -> Report:
+    """What the settings of `Numerics` were found to be."""
     exact = next(report for report in reports if report.numerics is Numerics.EXACT)
     verdict = 'exact, with trainer.numerics = "exact"' if exact.is_exact else "not exact here"
     if exact.proves_nothing:
         verdict = "none: these weights are too certain of their ids for rounding to show"
-    return "\n".join([*lines, "", f"verdict: {verdict}"])
+    measured = [report for report in reports if report.ways]
+    words = [(f"refused, {report.numerics}", report.refused) for report in reports if report.refused is not None]
+    for report in measured:
+        speed = f"{report.sampled_per_s:,.0f} ids a second sampled, {report.trained_per_s:,.0f} trained"
+        words += [(f"modules, {report.numerics}", report.modules), (f"speed, {report.numerics}", speed)]
+    return Report(
+        title="unbroken numerics",
+        conclusions=[f"verdict: {verdict}", *sorted({report.subject for report in measured})],
+        tables=[_tabulate(measured), Table(rows=words)],
+        values=[asdict(report) for report in reports],
+    )
+
+
+def _tabulate(reports: Sequence[NumericsReport]) -> Table:
+    rows = [
+        (
+            f"{report.numerics:6}{way}",
+            str(found.num_tokens),
+            format_percent(found.equal_share),
+            f"{found.max_abs:.2g}",
+            f"{found.k3:.1e}",
+        )
+        for report in reports
+        for way, found in report.ways.items()
+    ]
+    return Table(columns=("sampled", "tokens", "equal", "largest difference", "k3"), rows=rows)
 
 
 def _measure_apart(comparison: Comparison, numerics: Numerics) -> NumericsReport:

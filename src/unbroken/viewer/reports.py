@@ -1,4 +1,4 @@
-"""Reports of commands: as plain text of 80 columns, as JSON, and as one page that opens offline.
+"""Pages of commands that open offline; what they say as text and JSON is in `unbroken.reports`.
 
 A page is drawn with the viewer's stylesheet, charts and grid of ids. Jinja escapes all text from outside. What the
 script draws is JSON whose `<`, `>` and `&` are escaped, and the page's Content-Security-Policy names the one script and
@@ -8,28 +8,22 @@ the one stylesheet that may be used, by their hashes.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from unbroken.errors import InvalidInputError
+from unbroken.reports import format_percent, make_printable, to_plain
 from unbroken.retokenising.changes import IdOrigin
 from unbroken.viewer.assets import read_asset
 
 if TYPE_CHECKING:
     from unbroken.retokenising.comparison import Retokenised
 
-WIDTH = 80
-_LABEL_WIDTH = 16
 _PACKAGE = "unbroken.viewer"
 _STYLES = ("viewer.css",)
 _SCRIPTS = ("common.js", "streams.js", "grid.js", "charts.js")
@@ -81,64 +75,6 @@ def show_side_by_side(
             for i, origin, is_changed in zip(usual, usual_origins, usual_changed, strict=True)
         ),
     )
-
-
-def write_text(title: str, paragraphs: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]) -> str:
-    """A report as text: its title, paragraphs, and rows, each a label with its lines. All may be from outside."""
-    wrapped = [
-        line for text in paragraphs for line in textwrap.wrap(make_printable(text), WIDTH, break_on_hyphens=False)
-    ]
-    lines = [shorten(make_printable(title), WIDTH), "", *wrapped, ""]
-    lines += [line for label, values in rows for line in _wrap_row(label, values)]
-    return "\n".join(lines) + "\n"
-
-
-def _wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
-    """Put a label before the first of the lines that show the values."""
-    for value in values:
-        wrapped = textwrap.wrap(
-            value, WIDTH - _LABEL_WIDTH, subsequent_indent="  ", break_on_hyphens=False, replace_whitespace=False
-        )
-        for line in wrapped or [""]:
-            yield f"{label:<{_LABEL_WIDTH}}{line}".rstrip()
-            label = ""
-
-
-def make_printable(text: str) -> str:
-    """Put text from outside on one line, with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def shorten(text: str, length: int) -> str:
-    """Cut a text that is longer."""
-    return text if len(text) <= length else f"{text[: length - 2]}.."
-
-
-def format_percent(part: float, whole: float = 1) -> str:
-    """Show a share in percent with one decimal."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def to_plain(value: Any) -> Any:
-    """Convert dataclasses, enums and mappings to values that JSON has."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [to_plain(item) for item in value]
-    return value
-
-
-def write_file(file: Path, text: str) -> None:
-    """Write a report, and create its folder; raises `InvalidInputError` if that is not possible."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(f"{file} cannot be written: {error.strerror or error}") from None
 
 
 def render_page(package: str, name: str, **values: Any) -> str:

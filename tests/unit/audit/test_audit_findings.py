@@ -10,7 +10,7 @@ import pytest
 from support import templates
 from support.audits import CHATML_WITH_TOOLS, subject_of
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.output import to_text
+from unbroken.audit.output import make_report
 from unbroken.audit.report import AuditReport, TemplateKind, Trait
 from unbroken.audit.run import run_audit
 from unbroken.audit.subject import Subject
@@ -250,5 +250,5 @@ def test_a_template_that_refuses_everything_is_quoted() -> None:
 def test_calls_that_no_format_reads_back_are_a_warning_of_the_audit() -> None:
     report = audit(templates.QWEN.replace("tool_call>", "do>"))
     assert "no format reads back" in report.round_trip.unread_calls
-    assert f"warning: {report.round_trip.unread_calls}" in " ".join(to_text(report).split())
+    assert f"warning: {report.round_trip.unread_calls}" in " ".join(make_report(report).to_text().split())
     assert audit(templates.QWEN).round_trip.unread_calls == ""

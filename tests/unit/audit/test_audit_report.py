@@ -11,7 +11,7 @@ from support import templates
 from support.audits import COUNTS_ITS_TURN, subject_of
 from support.pages import Page
 from unbroken.audit.config import AuditConfig, AuditTarget
-from unbroken.audit.output import to_html, to_text
+from unbroken.audit.output import make_report, to_html
 from unbroken.audit.report import JSON_VERSION, AuditReport, Verdict
 from unbroken.audit.run import find_verdict, run_audit
 from unbroken.audit.stand_in import make_stand_in
@@ -19,8 +19,8 @@ from unbroken.audit.subject import load_subject
 from unbroken.audit.table import find_templates, make_table, name_template
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.reports import write_file
 from unbroken.retokenising.changes import IdOrigin
-from unbroken.viewer.reports import write_file
 
 CONFIG = AuditConfig(num_conversations=30)
 FORBIDDEN = "<script>alert('audit')</script>"
@@ -43,11 +43,11 @@ def hostile() -> AuditReport:
 
 def test_the_text_fits_in_80_columns(report: AuditReport, hostile: AuditReport) -> None:
     for each in (report, hostile):
-        assert max(map(len, to_text(each).splitlines())) <= 80
+        assert max(map(len, make_report(each).to_text().splitlines())) <= 80
 
 
 def test_the_text_tells_every_finding(report: AuditReport) -> None:
-    text = to_text(report)
+    text = make_report(report).to_text()
     for label in ("template", "turns end with", "stop ids", "a cut turn", "concatenation", "arguments", "forgery",
                   "drift", "parser", "bridges", "history"):  # fmt: skip
         assert f"\n{label}" in text, label
@@ -56,7 +56,7 @@ def test_the_text_tells_every_finding(report: AuditReport) -> None:
 
 
 def test_text_from_outside_cannot_move_a_terminals_cursor(hostile: AuditReport) -> None:
-    text = to_text(hostile)
+    text = make_report(hostile).to_text()
     assert "\\x1b[31m" in text
     assert all(line.isprintable() for line in text.splitlines())
 
@@ -135,7 +135,7 @@ def test_without_any_control_token_the_model_s_tokenizer_is_asked_for(tmp_path: 
     assert "no end of a turn is recognised in the template alone" in report.sentence
     assert "Give the model's tokenizer" in report.action
     assert "UNDECIDED" in to_html(report)
-    assert max(map(len, to_text(report).splitlines())) <= 80
+    assert max(map(len, make_report(report).to_text().splitlines())) <= 80
 
 
 def test_a_recognised_token_that_is_also_inside_turns_is_no_reason_to_ask_for_a_tokenizer(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_stop_id_inside_a_turn_is_reported() -> None:
     assert [token.text for token in report.turn_ends.stops_inside] == ["<tool_call>"]
     assert report.verdict is Verdict.UNFIT
     assert 'sampling would end inside a turn at "<tool_call>"' in report.sentence
-    assert "sampling ends inside a turn at" in to_text(report)
+    assert "sampling ends inside a turn at" in make_report(report).to_text()
 
 
 def test_texts_that_are_not_read_back_and_bridges_that_are_not_judged_count_against_fit(report: AuditReport) -> None:
@@ -210,7 +210,7 @@ def test_the_verdict_says_what_we_will_do_and_ends_with_an_action(
     assert report.exit_code == {Verdict.FIT: 0, Verdict.PARTLY_FIT: 3, Verdict.UNFIT: 4}[verdict]
     assert expected in report.sentence
     assert action in report.action
-    assert f"{report.sentence} {report.action}" in " ".join(to_text(report).split())
+    assert f"{report.sentence} {report.action}" in " ".join(make_report(report).to_text().split())
     assert report.sentence.count("\n") == 0
 
 
@@ -218,10 +218,10 @@ def test_what_cannot_be_shown_is_usable_and_the_conversation_that_shows_why_is_q
     report = run_audit(subject_of(COUNTS_ITS_TURN), CONFIG)
     assert report.fuzz.num_exact == 0
     assert report.exit_code == 3
-    assert "Not usable" not in to_text(report)
+    assert "Not usable" not in make_report(report).to_text()
     (share,) = report.fuzz.refused
     assert "instead of" in share.detail, "side by side"
-    assert "Seen after: text, then a system message" in " ".join(to_text(report).split())
+    assert "Seen after: text, then a system message" in " ".join(make_report(report).to_text().split())
 
 
 @pytest.mark.parametrize(

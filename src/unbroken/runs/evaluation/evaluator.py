@@ -6,24 +6,22 @@ import asyncio
 import fcntl
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate.utils import gather_object
 
-from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError, ServerUnreachableError
-from unbroken.rollout.failures import format_error, format_frames
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.errors import MetricsError, OutageError, RolloutError, ServerUnreachableError
+from unbroken.rollout.failures import format_error
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.collector import DEFAULT_SET, Keep, Sampler
+from unbroken.runs.evaluation.numbers import Sample, summarize
 from unbroken.runs.processes import Rank
 from unbroken.runs.records.files import find_records, read_records
-from unbroken.runs.records.files import summarize as summarize_record
 from unbroken.runs.records.record import describe_rewards, merge_records, write_groups
 from unbroken.training.model.sharding import fail_together
 
@@ -274,124 +272,3 @@ def _write(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         part.replace(path)
     except OSError as error:
         raise MetricsError(f"the evaluation cannot be written: {error}. Make room and start the run again") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """What the numbers need of one rollout."""
-
-    reward: float | None
-    status: TrajectoryStatus
-    num_sampled: int
-    """Ids sampled in all turns."""
-    versions: tuple[int, ...] = ()
-    """Policy versions that sampled its ids, at least the first and the last."""
-    num_turns: int = 1
-    wall_time_s: float = 0.0
-    reward_parts: Mapping[str, float | None] = field(default_factory=dict)
-    error: str | None = None
-    has_lost_engine: bool = False
-
-    @property
-    def is_scored(self) -> bool:
-        """False if no reward function has an opinion on it: it counts nowhere."""
-        return self.status is not TrajectoryStatus.UNSCORED
-
-    @property
-    def was_cut(self) -> bool:
-        """Whether its length, its turns or its time came to their limit."""
-        return self.status in _CUT
-
-    def passes(self, pass_reward: float) -> bool:
-        """Whether it has a reward of at least this: a failed rollout has none, and passes no bound, however low."""
-        return self.reward is not None and self.reward >= pass_reward
-
-    @staticmethod
-    def of(trajectory: Trajectory) -> Sample:
-        """The sample of a rollout."""
-        error = trajectory.error
-        return Sample(
-            reward=trajectory.reward, status=trajectory.status, num_sampled=trajectory.num_sampled,
-            versions=trajectory.tree.sampled_versions, num_turns=len(trajectory.turns),
-            wall_time_s=trajectory.wall_time_s, reward_parts=dict(trajectory.reward_parts),
-            error=None if error is None else format_error(error) + format_frames(error),
-            has_lost_engine=isinstance(error, EngineError),
-        )  # fmt: skip
-
-    @staticmethod
-    def read(record: Mapping[str, Any]) -> Sample:
-        """The sample of a rollout's record."""
-        found = summarize_record(record)
-        names = ("reward", "num_sampled", "num_turns", "wall_time_s")
-        return Sample(
-            status=TrajectoryStatus(record["status"]), error=record["error"], versions=tuple(found["versions"] or ()),
-            **{name: found[name] for name in names}, reward_parts=record.get("reward_parts") or {},
-        )  # fmt: skip
-
-
-_CUT = frozenset(
-    {TrajectoryStatus.TRUNCATED, TrajectoryStatus.MAX_TURNS, TrajectoryStatus.MAX_TOKENS, TrajectoryStatus.TIMEOUT}
-)
-
-
-def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> dict[str, float | None]:
-    """The numbers of the samples of each problem: mean reward, its standard error, and pass@k.
-
-    Worked example, 2 problems with 4 samples each, and rewards of 1 for success:
-
-        problem 0    1 0 0 0    mean 1/4    1 of 4 passes
-        problem 1    1 1 0 0    mean 2/4    2 of 4 pass
-
-        reward/mean              3/8
-        reward/standard_error    std(1/4, 2/4) / sqrt(2) = 1/8
-        pass@1                   (1/4 + 2/4) / 2 = 3/8
-        pass@2                   ((1 - C(3, 2) / C(4, 2)) + (1 - C(2, 2) / C(4, 2))) / 2 = (1/2 + 5/6) / 2 = 2/3
-        pass@4                   1
-
-    A rollout without a reward (a time-out, a failure) counts as 0 in the mean and never passes, unless it is unscored.
-    The standard error is that of the mean over problems, whose samples are not independent (Miller 2024,
-    arXiv:2411.00640); None for one problem.
-    pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374) for k = 1, 2, 4, ... and all samples.
-    """
-    samples = [sample for of_problem in problems for sample in of_problem]
-    scored = [found for of_problem in problems if (found := [each for each in of_problem if each.is_scored])]
-    rewards = [[0.0 if each.reward is None else each.reward for each in of_problem] for of_problem in scored]
-    means = [float(np.mean(of_problem)) for of_problem in rewards]
-    numbers: dict[str, float | None] = {
-        "num_problems": len(problems),
-        "num_rollouts": len(samples),
-        "num_without_reward": sum(each.reward is None for each in samples),
-        "num_cut": sum(each.was_cut for each in samples),
-        "reward/mean": float(np.mean([reward for of_problem in rewards for reward in of_problem])) if rewards else 0.0,
-        "reward/standard_error": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
-    }
-    passed = [(len(of_problem), sum(each.passes(pass_reward) for each in of_problem)) for of_problem in scored]
-    for k in choose_ks(max(map(len, scored), default=0)):
-        chances = [pass_at_k(num_samples, num, k) for num_samples, num in passed if num_samples >= k]
-        numbers[f"pass@{k}"] = float(np.mean(chances))
-    versions = [version for sample in samples for version in sample.versions]
-    numbers["policy_version/min"] = min(versions, default=None)
-    numbers["policy_version/max"] = max(versions, default=None)
-    numbers["completion_tokens/mean"] = float(np.mean([each.num_sampled for each in samples])) if samples else None
-    return numbers
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The chance that at least one of k samples passes, drawn without replacement from those that were made."""
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
-
-
-def tracked(line: Mapping[str, object], *, set_name: str, default: str) -> dict[str, float]:
-    """The numbers of an evaluation as trackers, some of which refuse @, show them: `evaluation/math/pass_at_4`."""
-    prefix = "evaluation" if set_name == default else f"evaluation/{set_name}"
-    return {
-        f"{prefix}/{name.replace('/', '_').replace('@', '_at_')}": float(value)
-        for name, value in line.items()
-        if isinstance(value, (int, float)) and name != "step"
-    }
-
-
-def choose_ks(num_samples: int) -> list[int]:
-    """The k of pass@k: powers of 2, and all samples."""
-    powers = [2**n for n in range(num_samples.bit_length()) if 2**n <= num_samples]
-    return sorted({*powers, num_samples} - {0})

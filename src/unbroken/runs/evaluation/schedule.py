@@ -16,7 +16,8 @@ from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import DEFAULT_SET, EvaluationSet, Sampler
 from unbroken.runs.config import EvaluationConfig
-from unbroken.runs.evaluation.evaluator import Evaluation, Evaluator, tracked
+from unbroken.runs.evaluation.evaluator import Evaluation, Evaluator
+from unbroken.runs.evaluation.numbers import tracked
 from unbroken.runs.export.kept import KeptModels
 from unbroken.timeline import Timeline
 from unbroken.training.metrics.writer import MetricsWriter

@@ -17,8 +17,9 @@ from support import letters_recipe
 from support.evaluations import read_evaluations
 from support.served import save_tiny_model, served
 from unbroken.cli import main
-from unbroken.runs.evaluate import Measure, make_labels, open_task
+from unbroken.runs.evaluate import make_labels, open_task
 from unbroken.runs.evaluation.evaluator import cut_evaluations
+from unbroken.runs.evaluation.numbers import Measure
 from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.training.trainer import Trainer
 from unbroken.viewer.resources import open_runs

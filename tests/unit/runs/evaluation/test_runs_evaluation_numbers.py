@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.runs.evaluate import measure
-from unbroken.runs.evaluation.evaluator import Sample, pass_at_k, summarize, tracked
+from unbroken.runs.evaluation.numbers import Sample, measure, pass_at_k, summarize, tracked
 
 
 def samples(*rewards: float | None, status: TrajectoryStatus = TrajectoryStatus.COMPLETED) -> list[Sample]:

@@ -1,0 +1,65 @@
+"""Reports of commands as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unbroken.errors import InvalidInputError
+from unbroken.reports import Report, Table, write_file
+
+NUMBERS = Table(
+    title="two models",
+    columns=("", "A of a long name", "B"),
+    rows=[("reward", "0.5 [0.4, 0.6]", "1"), ("seconds", "12", "")],
+)
+
+
+def test_a_report_is_its_title_its_conclusions_and_its_tables():
+    words = Table(rows=[("template", "append-only", "keeps the history"), ("drift", "none")])
+    report = Report(title="unbroken try", conclusions=["All is well."], tables=[NUMBERS, words], values={"reward": 0.5})
+    assert report.to_text() == (
+        "unbroken try\n\nAll is well.\n\n"
+        "two models\n"
+        "            A of a long\n"
+        "                   name  B\n"
+        "reward   0.5 [0.4, 0.6]  1\n"
+        "seconds              12\n\n"
+        "template        append-only\n"
+        "                keeps the history\n"
+        "drift           none\n"
+    )
+    assert json.loads(report.to_json()) == {"reward": 0.5}
+
+
+def test_columns_that_do_not_fit_stand_in_blocks_each_with_the_names_of_the_rows():
+    text = "\n".join(NUMBERS.to_lines(25))
+    assert text.count("reward ") == 2
+    assert max(map(len, text.splitlines())) <= 25
+    assert text.replace("\n", " ").split()[-4:] == ["B", "reward", "1", "seconds"]
+
+
+def test_text_from_outside_stays_on_its_line_and_moves_no_cursor():
+    bad = "a\x1b[2J\nb"
+    table = Table(columns=("", bad), rows=[(bad, bad)])
+    report = Report(title=bad, conclusions=[bad], tables=[table, Table(rows=[(bad, bad)])], values=None)
+    assert all(line.isprintable() for line in report.to_text().splitlines())
+    assert report.to_text().count("a\\x1b[2J\\nb") == 7
+
+
+def test_a_bar_in_a_cell_ends_no_cell_of_markdown():
+    table = Table(columns=("name", "value"), rows=[("a|b", "c\nd")])
+    assert table.to_markdown() == "| name | value |\n|---|---|\n| a\\|b | c d |\n"
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path):
+    write_file(tmp_path / "new" / "report.txt", "first")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.txt"]
+    write_file(tmp_path / "new" / "report.txt", "second")
+    assert (tmp_path / "new" / "report.txt").read_text() == "second"
+    (tmp_path / "new" / ".other.txt.part").mkdir()
+    with pytest.raises(InvalidInputError, match=r"other\.txt cannot be written: Is a directory"):
+        write_file(tmp_path / "new" / "other.txt", "third")
+    write_file(Path("/dev/null"), "to a device")
