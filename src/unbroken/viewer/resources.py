@@ -25,7 +25,7 @@ from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
 from unbroken.runs.records.files import spread
-from unbroken.runs.records.notes import parse_content
+from unbroken.runs.records.notes import NoteContent
 from unbroken.tinker.store import TINKER_TABLES
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
@@ -108,7 +108,7 @@ class Resources:
         reader = None if match is None else self._find_run(int(match[1]))
         if match is None or not isinstance(reader, RunReader):
             raise LookupError(f"there is no {path[:200]} to be written")
-        reader.write_note(_to_step(match[2]), int(match[3]), parse_content(body))
+        reader.write_note(_to_step(match[2]), int(match[3]), NoteContent.parse(body))
 
     def list_paths(self, *, max_rollouts: int = sys.maxsize) -> Iterator[str]:
         """The paths of all objects, but of each run only so many rollouts, evenly spread over its steps."""

@@ -146,10 +146,15 @@ def find_rollouts(source: str, *, steps: range | None = None, kind: str | None =
             f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
             f"({DATABASE_FILE}), got {source}{where}"
         )
+    notes = _read_notes(folder)
+    return itertools.chain.from_iterable(_read_files(name, each, steps, notes) for name, each in chosen)
+
+
+def _read_notes(folder: Path) -> dict[NoteKey, Note]:
     notes, problems = read_notes(folder)
     if problems:
         raise InvalidInputError(f"{folder} must have notes that can be read: {problems[0]}. Mend or remove it")
-    return itertools.chain.from_iterable(_read_files(name, each, steps, notes) for name, each in chosen)
+    return notes
 
 
 def _read_files(kind: str, folder: Path, steps: range | None, notes: Mapping[NoteKey, Note]) -> Iterator[Rollout]:

@@ -40,6 +40,14 @@ class NoteContent(BaseModel):
     labels: Annotated[list[_Label], Len(0, 20)]
     text: Annotated[str, Len(0, 10_000)]
 
+    @staticmethod
+    def parse(data: bytes) -> NoteContent:
+        """Read what a page sends; raises `InvalidInputError` if it is not as it must be."""
+        try:
+            return NoteContent.model_validate(read_json(data, max_bytes=MAX_NOTE_BYTES))
+        except ValidationError as error:
+            raise InvalidInputError(f"a note must have labels and a text: {_describe(error)}") from None
+
 
 class Note(NoteContent):
     """A line of the file."""
@@ -53,6 +61,15 @@ class Note(NoteContent):
     """The end of what the policy said last."""
     time_s: float = Field(ge=0, allow_inf_nan=False)
 
+    @staticmethod
+    def of(content: NoteContent, set_name: str | None, step: int, summary: Mapping[str, Any]) -> Note:
+        """A note of a rollout with this summary (`summarize`), from now."""
+        _, _, trajectory, num_sampled, given = make_key(set_name, step, summary)
+        return Note(
+            labels=content.labels, text=content.text, set=set_name, step=step, trajectory=trajectory,
+            num_sampled=num_sampled, given=given, time_s=time(),
+        )  # fmt: skip
+
     @property
     def key(self) -> NoteKey:
         """Which rollout it is of."""
@@ -63,15 +80,6 @@ def make_key(set_name: str | None, step: int, summary: Mapping[str, Any]) -> Not
     """The key of a rollout by its summary (`summarize`)."""
     given = summary["given"]
     return set_name, step, _clean(summary["trajectory"]), summary["num_sampled"], given and _clean(given)
-
-
-def make_note(content: NoteContent, set_name: str | None, step: int, summary: Mapping[str, Any]) -> Note:
-    """A note of a rollout, from now."""
-    _, _, trajectory, num_sampled, given = make_key(set_name, step, summary)
-    return Note(
-        labels=content.labels, text=content.text, set=set_name, step=step, trajectory=trajectory,
-        num_sampled=num_sampled, given=given, time_s=time(),
-    )  # fmt: skip
 
 
 def _clean(text: str) -> str:
@@ -90,29 +98,22 @@ def read_notes(folder: Path) -> tuple[dict[NoteKey, Note], list[str]]:
         return {}, [f"{NOTES_FILE} cannot be read: {error.strerror or error}"]
     if len(data) > _MAX_BYTES:
         return {}, [f"{NOTES_FILE} must have at most {_MAX_BYTES} bytes, and is not read"]
+    return _parse_lines(data)
+
+
+def _parse_lines(data: bytes) -> tuple[dict[NoteKey, Note], list[str]]:
     notes: dict[NoteKey, Note] = {}
     problems: list[str] = []
     for number, line in enumerate(data.splitlines(), start=1):
-        if not line:  # where a line was cut, the next one begins after an empty one or after the cut one
-            continue
         try:
             note = Note.model_validate(read_json(line, max_bytes=MAX_NOTE_BYTES))
         except (InvalidInputError, ValidationError) as error:
-            if len(problems) < _MAX_PROBLEMS:
-                problems.append(f"line {number} of {NOTES_FILE} must be a note, and is left out: {_describe(error)}")
+            problems.append(f"line {number} of {NOTES_FILE} must be a note, and is left out: {_describe(error)}")
             continue
         notes.pop(note.key, None)
         if note.labels or note.text:
             notes[note.key] = note
-    return notes, problems
-
-
-def parse_content(data: bytes) -> NoteContent:
-    """Read labels and text as a page sends them; raises `InvalidInputError` if they are not as they must be."""
-    try:
-        return NoteContent.model_validate(read_json(data, max_bytes=MAX_NOTE_BYTES))
-    except ValidationError as error:
-        raise InvalidInputError(f"a note must have labels and a text: {_describe(error)}") from None
+    return notes, problems[:_MAX_PROBLEMS]
 
 
 def _describe(error: Exception) -> str:

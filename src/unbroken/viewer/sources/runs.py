@@ -26,7 +26,6 @@ from unbroken.runs.records.notes import (
     append_note,
     find_refusal,
     make_key,
-    make_note,
     read_notes,
 )
 from unbroken.runs.settings import redact
@@ -167,7 +166,7 @@ class RunReader:
             MetricsError: the folder cannot be written.
         """
         record, files = self.read_trajectory(step, index)["record"], self._find_step(step)
-        append_note(self.folder, make_note(content, files.set, files.step, summarize(record)))
+        append_note(self.folder, Note.of(content, files.set, files.step, summarize(record)))
 
     def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
         """Where the tokenizer and template of a rollout's model are; None if they are not on this machine."""

@@ -81,9 +81,7 @@ class Table:
             end = inf if query is None else monotonic() + (_MAX_S if self._known else _FIRST_S)
             num_read = sum(self._read(name, *each, end, with_texts=bool(text)) for name, each in files.items())
             self._join([self._known[name] for name in files if name in self._known])
-            chosen = self._choose(asked)
-            if label := asked.get("label"):
-                chosen &= self._choose_noted([note for note in notes.values() if label in note.labels])
+            chosen = self._choose(asked, notes)
             if text:
                 chosen &= self._find(text)
             places = self._sort(np.flatnonzero(chosen), asked.get("sort", ""))
@@ -160,18 +158,19 @@ class Table:
             self._values[name] = np.array([*found], dtype=float)
         return self._values[name]
 
-    def _choose(self, asked: Mapping[str, str]) -> NDArray[np.bool_]:
+    def _choose(self, asked: Mapping[str, str], notes: Mapping[NoteKey, Note]) -> NDArray[np.bool_]:
         """Which rollouts have all that is asked for but the text, [N]."""
         chosen = self._choose_by_numbers(asked)
         flags = {*asked.get("is", "").split(","), "variance" if asked.get("variance") == "1" else ""}
         for name in flags.intersection((*_FLAGS, "variance")):
             chosen &= self._get(name) > 0
-        if status := asked.get("status"):
-            chosen &= np.array([each == status for each in self._chain("status")], dtype=bool)
-        if problem := asked.get("problem"):
-            chosen &= np.array([each == problem for each in self._chain("problem")], dtype=bool)
+        for name in ("status", "problem"):
+            if wanted := asked.get(name):
+                chosen &= np.array([each == wanted for each in self._chain(name)], dtype=bool)
         if fork := asked.get("fork"):
             chosen &= np.array([fork in each for each in self._chain("forks")], dtype=bool)
+        if label := asked.get("label"):
+            chosen &= self._choose_noted([note for note in notes.values() if label in note.labels])
         if chosen_set := asked.get("set"):
             own = [(each.files.set or _TRAINING) == chosen_set for each in self._steps or ()]
             chosen &= np.repeat(np.array(own, dtype=bool), np.diff(self._starts))

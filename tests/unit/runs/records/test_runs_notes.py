@@ -13,12 +13,11 @@ from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.runs.records.files import summarize
 from unbroken.runs.records.notes import (
     NOTES_FILE,
+    Note,
     NoteContent,
     append_note,
     find_refusal,
     make_key,
-    make_note,
-    parse_content,
     read_notes,
 )
 
@@ -26,7 +25,7 @@ SUMMARY = summarize(make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)])
 
 
 def save(folder: Path, text: str, *labels: str, set_name: str | None = None, step: int = 3) -> None:
-    append_note(folder, make_note(NoteContent(labels=list(labels), text=text), set_name, step, SUMMARY))
+    append_note(folder, Note.of(NoteContent(labels=list(labels), text=text), set_name, step, SUMMARY))
 
 
 def test_the_last_note_of_a_rollout_counts_and_an_empty_one_takes_it_away(tmp_path):
@@ -53,7 +52,7 @@ def test_a_rollout_that_a_step_made_anew_has_not_the_note_of_the_one_before(tmp_
 
 def test_a_rollout_with_half_a_surrogate_pair_can_be_noted(tmp_path):
     half = summarize(make_trajectory("g0/\ud800", [], messages=[{"role": "assistant", "content": "\ud800 é"}]))
-    append_note(tmp_path, make_note(NoteContent(labels=[], text="é"), None, 0, half))
+    append_note(tmp_path, Note.of(NoteContent(labels=[], text="é"), None, 0, half))
     assert read_notes(tmp_path)[0][make_key(None, 0, half)].text == "é"
 
 
@@ -85,7 +84,7 @@ def test_what_is_no_note_is_named_with_its_line_and_all_others_are_read(tmp_path
 )
 def test_labels_and_texts_out_of_bounds_are_refused(body):
     with pytest.raises(InvalidInputError):
-        parse_content(body)
+        NoteContent.parse(body)
 
 
 def test_no_link_and_no_pipe_is_read_or_written(tmp_path):
