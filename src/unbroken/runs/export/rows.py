@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from unbroken.errors import ExportError, InvalidInputError, UnbrokenError, missing_extra
 from unbroken.ledger.export import export_samples, find_trained_paths
@@ -43,10 +43,12 @@ from unbroken.runs.records.notes import Note, NoteKey, make_key, read_notes
 from unbroken.runs.records.paths import cut_path, describe_branch, describe_session, find_runs
 
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
+_EVALUATIONS = "evaluations"
 _NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
 """Rows that are written together, and entries of their lists."""
 _PAGE = 100
 _Rows = Iterable[dict[str, Any]]
+_Item = TypeVar("_Item")
 _Fields = Mapping[str, Set[str]]
 
 
@@ -86,26 +88,25 @@ def export_rows(
         raise InvalidInputError(f"--form must be left out with a target .eval, which is Inspect's format, got {form}")
     counts: Counter[str] = Counter()
     rollouts = _count(find_rollouts(source, steps=steps, kind=kind), counts)
-    try:
+    with _explain_failures(source, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".rows-", dir=target.parent) as folder:
             part = Path(folder) / "part"
-            rows: Iterator[Any] = rollouts
-            if target.suffix != ".eval":
-                rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
-            if (first := next(rows, None)) is None:
-                raise InvalidInputError(f"{source} has no rollouts of these steps{' with ids' if counts else ''}")
-            rows = itertools.chain([first], rows)
             if target.suffix == ".eval":
-                _write_inspect(part, rows, name=Path(source).name if "://" not in source else "sessions")
+                name = Path(source).name if "://" not in source else "sessions"
+                _write_inspect(part, _require_some(rollouts, source, counts), name=name)
             else:
-                writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
-                fields: _Fields = {}
-                if form is RowForm.VERL and target.suffix != ".jsonl":
-                    fields = _find_fields(rows, kept := part.with_name("kept"))
-                    rows = _read_kept(kept)
-                writers.get(target.suffix, _write_folder)(part, rows, form, fields)
+                rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
+                _write_rows(part, _require_some(rows, source, counts), form, target.suffix)
             part.replace(target)
+    return counts
+
+
+@contextlib.contextmanager
+def _explain_failures(source: str, target: Path) -> Iterator[None]:
+    """Name the target of an error of the disk, and the source of any other that its rollouts cause."""
+    try:
+        yield
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -114,7 +115,23 @@ def export_rows(
         # Others write such files too: a null among the turns, half a surrogate pair, a number that Arrow cannot hold.
         found = f"{type(error).__name__}: {error}"
         raise InvalidInputError(f"{source} must have rollouts as docs/rollouts.md describes them: {found}") from error
-    return counts
+
+
+def _require_some(items: Iterator[_Item], source: str, counts: Counter[str]) -> Iterator[_Item]:
+    """The items, of which there is at least one; raises `InvalidInputError` otherwise, before a file is begun."""
+    if (first := next(items, None)) is None:
+        raise InvalidInputError(f"{source} has no rollouts of these steps{' with ids' if counts else ''}")
+    return itertools.chain([first], items)
+
+
+def _write_rows(path: Path, rows: _Rows, form: RowForm, suffix: str) -> None:
+    """Write rows in the format that a file's name ends with; other names are a folder's."""
+    writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
+    fields: _Fields = {}
+    if form is RowForm.VERL and suffix != ".jsonl":
+        fields = _find_fields(rows, kept := path.with_name("kept"))
+        rows = _read_kept(kept)
+    writers.get(suffix, _write_folder)(path, rows, form, fields)
 
 
 def _count(rollouts: Iterable[Rollout], counts: Counter[str]) -> Iterator[Rollout]:
@@ -134,13 +151,9 @@ def find_rollouts(source: str, *, steps: range | None = None, kind: str | None =
         if steps is not None or kind is not None:
             raise InvalidInputError("--steps and --kind must be left out for a store, whose sessions have neither")
         return _read_store(source)
-    folder, inner = Path(source), "evaluations"
-    chosen = [(TRAINING, folder / FOLDER)] if kind in (None, TRAINING) and find_records(folder / FOLDER) else []
-    if not chosen:
-        sets = [each for each in sorted((folder / inner).glob("*")) if find_records(each)]
-        chosen = [(each.name, each) for each in sets if kind in (None, EVALUATION, each.name)]
-    if not chosen:
-        inside = sorted(path.parent.name for path in folder.glob(f"*/{inner}"))
+    folder = Path(source)
+    if not (chosen := _choose_folders(folder, kind)):
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{_EVALUATIONS}"))
         where = f": {', '.join(inside)} in it have some" if inside else ""
         raise InvalidInputError(
             f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
@@ -155,6 +168,14 @@ def _read_notes(folder: Path) -> dict[NoteKey, Note]:
     if problems:
         raise InvalidInputError(f"{folder} must have notes that can be read: {problems[0]}. Mend or remove it")
     return notes
+
+
+def _choose_folders(run: Path, kind: str | None) -> list[tuple[str, Path]]:
+    """The folders of a run with the rollouts of a kind, each with its name; empty if there are none."""
+    if kind in (None, TRAINING) and find_records(run / FOLDER):
+        return [(TRAINING, run / FOLDER)]
+    sets = [each for each in sorted((run / _EVALUATIONS).glob("*")) if find_records(each)]
+    return [(each.name, each) for each in sets if kind in (None, EVALUATION, each.name)]
 
 
 def _read_files(kind: str, folder: Path, steps: range | None, notes: Mapping[NoteKey, Note]) -> Iterator[Rollout]:
@@ -230,9 +251,8 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
     head, record, length = rollout.head, rollout.record, len(row["token_ids"])
     origins = ((each["start"], each["stop"], each["origin"] == Origin.SAMPLED) for each in row["segments"])
     sampled = _expand(origins, length, False)
-    numbers = row.get("messages")
     # A session's branches are of several agents: the rows of one had the tools of another, whose turn was the last.
-    turns = record["turns"] if (own := row.get("turns")) is None else [record["turns"][number] for number in own]
+    turns = _choose(record["turns"], row.get("turns"))
     return {
         "kind": rollout.kind,
         "step": head.get("step"),
@@ -247,14 +267,14 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "is_trained": row.get("is_trained"),
         "token_ids": row["token_ids"],
         "sampled_mask": sampled,
-        "loss_mask": _expand(((*span[:2], True) for span in row.get("loss") or ()), length, False),
+        "loss_mask": _expand(((*span[:2], True) for span in _list(row, "loss")), length, False),
         "rollout_logprobs": _place(row["rollout_logprobs"], sampled),
         "trainer_logprobs": _place(row.get("trainer_logprobs"), sampled),
-        "policy_versions": _expand(row.get("policy_versions") or (), length, None),
-        "advantages": _expand(row.get("advantages") or (), length, None),
+        "policy_versions": _expand(_list(row, "policy_versions"), length, None),
+        "advantages": _expand(_list(row, "advantages"), length, None),
         "reward_parts": record.get("reward_parts") or {},
-        "images": row.get("images") or [],
-        "messages": record["messages"] if numbers is None else [record["messages"][number] for number in numbers],
+        "images": _list(row, "images"),
+        "messages": _choose(record["messages"], row.get("messages")),
         "tools": list(row.get("tools", record.get("tools")) or ()),
         "data": record.get("data"),
         **_describe_note(rollout),
@@ -265,6 +285,16 @@ def _describe_note(rollout: Rollout) -> dict[str, Any]:
     """Not `labels`: trainers of transformers take a column of that name for their targets."""
     note = rollout.note
     return {"rollout_labels": note.labels if note else [], "rollout_note": note.text if note else None}
+
+
+def _list(row: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """A list of a row; empty where the row has none, as rows that were not trained on."""
+    return row.get(name) or []
+
+
+def _choose(items: Sequence[Any], numbers: Sequence[int] | None) -> Sequence[Any]:
+    """The items of a branch, by their numbers in its rollout; all of them without numbers."""
+    return items if numbers is None else [items[number] for number in numbers]
 
 
 def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,7 +355,7 @@ def _split(
         )
     start, messages = whole["sampled_mask"].index(True), [_to_text_message(message) for message in whole["messages"]]
     places = {number: place for place, number in enumerate(row.get("messages") or range(len(messages)))}
-    indices = (index for _, stop, index in row.get("message_indices") or () if stop <= start)
+    indices = (index for _, stop, index in _list(row, "message_indices") if stop <= start)
     given = max((places[index] for index in indices), default=-1)
     return whole, start, messages, _find_answer(messages, given + 1)
 
@@ -533,7 +563,6 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
     record = rollout.record
     messages = [_to_inspect_message(message, n) for n, message in enumerate(find_conversation(record))]
     answers = [message for message in messages if message["role"] == "assistant"]
-    scores = {"reward": record.get("reward"), **(record.get("reward_parts") or {})}
     rows = [make_row(rollout, number, row) for number, row in enumerate(record["rows"])]
     left_out = {"messages", "tools", "data", "reward", "reward_parts", "kind", "step", "rank"}
     left_out |= {"rollout_labels", "rollout_note"}
@@ -548,7 +577,7 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
         "target": find_expected(record.get("data")) or "",
         "messages": messages,
         "output": {"model": model, "choices": choices},
-        "scores": {name: {"value": float(value)} for name, value in scores.items() if isinstance(value, (int, float))},
+        "scores": _list_scores(record),
         "metadata": {
             "kind": rollout.kind,
             "step": rollout.head.get("step"),
@@ -558,6 +587,12 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
         },
         "total_time": record.get("wall_time_s"),
     }
+
+
+def _list_scores(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The reward and its parts as scores of Inspect, which are numbers: a function without an opinion has none."""
+    scores = {"reward": record.get("reward"), **(record.get("reward_parts") or {})}
+    return {name: {"value": float(value)} for name, value in scores.items() if isinstance(value, (int, float))}
 
 
 def _to_inspect_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -62,21 +63,23 @@ class RolloutNumbers:
         members = list(chain.from_iterable(group.trajectories for group in sampled))
         left = [keep_trainable(group) for group in sampled]
         trainable = list(chain.from_iterable(left))
-        rewards = [_floats(member.reward for member in group) for group in left]
+        rewards = [_read("reward", group) for group in left]
+        queues = [member.queue_s for member in members if member.queue_s is not None]
+        compared = [of_group for of_group in rewards if _num_compared(of_group) > 0]
         return RolloutNumbers(
             rewards=_join(rewards),
             kept_rewards=_join(rewards[: len(groups)]),
-            replaced_tokens=_floats(group.num_sampled for group in replaced),
+            replaced_tokens=_read("num_sampled", replaced),
             reward_parts=_by_name(member.reward_parts for member in trainable),
             prompt_tokens=_floats(map(_num_prompt_ids, members)),
-            completion_tokens=_floats(member.num_sampled for member in members),
+            completion_tokens=_read("num_sampled", members),
             turns=_floats(len(member.turns) for member in members),
             tool_calls=_floats(map(_num_tool_calls, members)),
-            rollout_s=_floats(member.wall_time_s for member in members),
-            engine_s=_floats(member.engine_s for member in members),
-            queue_s=_floats(member.queue_s for member in members if member.queue_s is not None),
+            rollout_s=_read("wall_time_s", members),
+            engine_s=_read("engine_s", members),
+            queue_s=_floats(queues),
             group_sizes=_floats(map(_num_compared, rewards)),
-            group_stds=_floats(_std(of_group) for of_group in rewards if _num_compared(of_group) > 0),
+            group_stds=_floats(map(_std, compared)),
             counters=counters,
         )
 
@@ -149,6 +152,11 @@ def _std(rewards: _Floats) -> float:
 
 def _floats(values: Any) -> _Floats:
     return np.asarray(list(values), dtype=np.float64)
+
+
+def _read(name: str, items: Iterable[TrajectoryGroup | Trajectory]) -> _Floats:
+    """[N] a number that each of N rollouts or groups has."""
+    return _floats(map(attrgetter(name), items))
 
 
 def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
