@@ -26,7 +26,7 @@ ENGINES, KEY, LOG, STATE = "engines.txt", "key", "log.jsonl", "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterEvent:
+class _ClusterEvent:
     """What happened to a part or a node."""
 
     time_s: float
@@ -56,7 +56,7 @@ class Registry:
         self._restarts: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
         """Of the last restart of each part; those of earlier commands count."""
-        self._unwritten: list[ClusterEvent] = []
+        self._unwritten: list[_ClusterEvent] = []
         self._lanes: set[str] = set()
         """Nodes and parts whose life has begun in the timeline."""
         trace = TraceFile(output / "timeline" / "cluster.json", max_bytes=None)
@@ -73,7 +73,7 @@ class Registry:
 
     def note(self, part: str, what: str, reason: str = "", *, node: str = "") -> None:
         """Tell of an event."""
-        event = ClusterEvent(time_s=self._clock(), part=part, node=node, what=what, reason=reason)
+        event = _ClusterEvent(time_s=self._clock(), part=part, node=node, what=what, reason=reason)
         print(event, flush=True)
         self._count(part, what, reason)
         self._unwritten.append(event)
@@ -148,7 +148,7 @@ class Registry:
         return {"restarts": self._restarts.get(name, 0), "reason": self._reasons.get(name, "")}
 
 
-def _append(path: Path, event: ClusterEvent) -> None:
+def _append(path: Path, event: _ClusterEvent) -> None:
     """Write an event at the end of a log, on its own line also behind one that was never finished."""
     with path.open("a+b") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - 1))

@@ -85,7 +85,7 @@ Script: TypeAlias = Sequence[Reply] | Callable[[TokenIds], Reply]
 """Replies in the order of the requests (n of them for a request with n), or a function of the prompt's ids."""
 
 
-class ScriptReader:
+class _ScriptReader:
     """Reads a script, reply by reply."""
 
     def __init__(self, script: Script) -> None:
@@ -176,7 +176,7 @@ class ScriptedEngine:
         self.loaded_names: list[str] = []
         """The names of the last weights."""
         self.num_sampled = 0
-        self._script = ScriptReader(script)
+        self._script = _ScriptReader(script)
         self.context_length = context_length
         self.vocab_size = vocab_size
         self._histories = Histories(allow_forks=allow_forks)

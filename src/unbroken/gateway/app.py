@@ -313,7 +313,7 @@ def _find_session_of(scope: Scope) -> str | None:
     return session_id
 
 
-def add_end(scope: Scope, end: Callable[[bool], None]) -> None:
+def _add_end(scope: Scope, end: Callable[[bool], None]) -> None:
     """Call `end` when a request is over: with true if it was answered to the end."""
     scope[_ENDS].append(end)
 
@@ -352,7 +352,7 @@ class SessionTurns:
             policy = await self._context.policies.get(request, session.settings.policy)
             question = replace(question, policy=policy)
         turn, leave = await session.open(self._context, question, id_prefix=id_prefix)
-        add_end(request.scope, leave)
+        _add_end(request.scope, leave)
         return turn
 
     async def recall(self, request: Request, answer_id: str) -> Sequence[ChatMessage] | None:

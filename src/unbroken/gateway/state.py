@@ -126,7 +126,7 @@ class SessionState:
         """Give a turn its numbers. Nothing else may be planned until this is applied or given up."""
         match, prompt, tools_key = answered.match, answered.prompt, answered.settings.tools
         parsed = answered.reply.parsed
-        reply, delivered = make_messages(parsed, answered.reply)
+        reply, delivered = _make_messages(parsed, answered.reply)
         new, parent = self._find_new_messages(match)
         messages = (*new, reply)
         records = self._number_messages(messages, parent, delivered=None if delivered == reply else delivered)
@@ -141,7 +141,7 @@ class SessionState:
             reply_node=reply_node,
             tools_key=tools_key,
             options=answered.options,
-            given=None if given is None else to_given_record(prompt.parent, given),
+            given=None if given is None else _to_given_record(prompt.parent, given),
             parent=prompt_end,
             sequence=answered.sequence,
             continued=None if prompt.continued is None else prompt.continued.value,
@@ -196,9 +196,9 @@ class SessionState:
             state.images.update(record.image_sha256s)
             turn = by_reply.get(record.node)
             settings = None if turn is None else make_settings(turn.tools_key, turn.options)
-            state._add_message(record, from_json(record.message, load_image), turn, settings)
+            state._add_message(record, _from_json(record.message, load_image), turn, settings)
         for one in stored.turns:
-            given = None if one.given is None else from_given_record(one.given, load_image)
+            given = None if one.given is None else _from_given_record(one.given, load_image)
             state.images.update(one.image_sha256s)
             state._attach_given(one, given)
             end = state.tree.add_sampled(one.sequence, parent=one.parent)
@@ -208,7 +208,7 @@ class SessionState:
         for name, number in stored.counters.items():
             state.counters.add(name, number)
         state.conversations.update(stored.conversations)
-        state.broken = join_pieces(stored.streamed)
+        state.broken = _join_pieces(stored.streamed)
         state.num_pieces = max((piece.piece for piece in stored.streamed), default=-1) + 1
         return state
 
@@ -303,7 +303,7 @@ class SessionState:
         )
 
 
-def join_pieces(pieces: Iterable[StreamRecord]) -> dict[str, BrokenReply]:
+def _join_pieces(pieces: Iterable[StreamRecord]) -> dict[str, BrokenReply]:
     """What was streamed, by the id of the answer; the one that ended last is the last."""
     found: dict[str, BrokenReply] = {}
     for piece in pieces:
@@ -338,7 +338,7 @@ LoadImage = Callable[[str], EncodedImage]
 """Loads an image by its SHA-256."""
 
 
-def make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, Message]:
+def _make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, Message]:
     """The reply as it is rendered, and as it was delivered, with the same call ids."""
     delivered_ids = iter([call.call_id for call in reply.calls])
     # A call within a stop string is not delivered.
@@ -354,7 +354,7 @@ def make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, 
     return parsed.to_message(call_ids), delivered
 
 
-def to_given_record(parent: Position | None, given: GivenIds) -> GivenRecord:
+def _to_given_record(parent: Position | None, given: GivenIds) -> GivenRecord:
     """The record of given ids that are attached at `parent`."""
     return GivenRecord(
         parent=parent,
@@ -365,7 +365,7 @@ def to_given_record(parent: Position | None, given: GivenIds) -> GivenRecord:
     )
 
 
-def from_given_record(record: GivenRecord, load_image: LoadImage) -> GivenIds:
+def _from_given_record(record: GivenRecord, load_image: LoadImage) -> GivenIds:
     """The given ids of a record."""
     return GivenIds(
         origin=record.origin,
@@ -393,7 +393,7 @@ def name_images(message: Message) -> dict[str, Any]:
     return record
 
 
-def from_json(record: Mapping[str, Any], load_image: LoadImage) -> Message:
+def _from_json(record: Mapping[str, Any], load_image: LoadImage) -> Message:
     """The message of a record, with its images."""
     message = dict(record)
     if isinstance(message.get("content"), list):

@@ -161,7 +161,7 @@ def compare_trajectory(texts: TemplateTexts, trajectory: Trajectory) -> Retokeni
     return retokenise(
         texts,
         path.token_ids,
-        find_origins(path),
+        _find_origins(path),
         turns,
         trajectory.messages,
         tools=trajectory.tools,
@@ -169,7 +169,7 @@ def compare_trajectory(texts: TemplateTexts, trajectory: Trajectory) -> Retokeni
     )
 
 
-def find_origins(path: Path) -> tuple[IdOrigin, ...]:
+def _find_origins(path: Path) -> tuple[IdOrigin, ...]:
     """Where each id of a path is from."""
     origins = zip(path.origins, path.message_indices.tolist(), strict=True)
     return tuple(

@@ -26,7 +26,7 @@ def retokenise_record(record: Mapping[str, Any], texts: TemplateTexts) -> Retoke
     """Compare the branch of a rollout's last turn; returns why not, as a sentence, if it cannot be."""
     rows = record.get("rows") or []
     turn_of_node = match_turns(rows, record["turns"])
-    found = [(turn, row) for row in rows if (turn := find_last_turn(row, turn_of_node)) is not None]
+    found = [(turn, row) for row in rows if (turn := _find_last_turn(row, turn_of_node)) is not None]
     if not found:
         return "It has no sampled ids." if not rows else "Which turns sampled these ids is not known."
     _, row = max(found, key=lambda pair: pair[0])
@@ -40,7 +40,7 @@ def retokenise_row(
 
     `turn_of_node` is the turn that sampled each node (`match_turns`). A damaged record may raise anything.
     """
-    last = find_last_turn(row, turn_of_node)
+    last = _find_last_turn(row, turn_of_node)
     if last is None:
         return "Which turns sampled these ids is not known."
     if problem := _find_problem(record, row, last):
@@ -66,7 +66,7 @@ def retokenise_row(
     return "The chat template refuses the conversation as it was parsed." if found is None else found
 
 
-def find_last_turn(row: Mapping[str, Any], turn_of_node: Mapping[int, int]) -> int | None:
+def _find_last_turn(row: Mapping[str, Any], turn_of_node: Mapping[int, int]) -> int | None:
     """The number of the last turn that sampled ids of a row; None if it is not known of all of them."""
     turns = {turn_of_node.get(each["node"]) for each in row["segments"] if each["origin"] == "sampled"}
     known = [turn for turn in turns if turn is not None]

@@ -75,7 +75,7 @@ class ImageStore:
         return self._images.size
 
 
-class PixelCount:
+class _PixelCount:
     """The pixels of one request's images, by their headers, before any is decoded: a few kB may be 64 million."""
 
     def __init__(self, limits: ImageLimits) -> None:
@@ -141,7 +141,7 @@ class ImageIntake:
         if given is None:
             return self._inputs.settings
         known, limits = self._inputs.processor.setting_names, self._inputs.loader.limits
-        check_settings(given, known=known, max_pixels=limits.max_pixels, name=name)
+        _check_settings(given, known=known, max_pixels=limits.max_pixels, name=name)
         return encode_image_settings(given)
 
     async def upload(self, data: bytes) -> tuple[EncodedImage, int, int]:
@@ -170,7 +170,7 @@ class ImageIntake:
         self._check_count(len(found))
         if places is not None:
             found = [(place, part) for place, (_, part) in zip(places, found, strict=True)]
-        return await self._load_messages(messages, found, settings, PixelCount(self._limits))
+        return await self._load_messages(messages, found, settings, _PixelCount(self._limits))
 
     async def load_conversations(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], settings: str
@@ -184,7 +184,7 @@ class ImageIntake:
             for index, messages in enumerate(conversations)
         ]
         self._check_count(sum(map(len, found)))
-        count = PixelCount(self._limits)
+        count = _PixelCount(self._limits)
         return await run_all(
             self._load_messages(messages, parts, settings, count)
             for messages, parts in zip(conversations, found, strict=True)
@@ -195,7 +195,7 @@ class ImageIntake:
         messages: Sequence[Mapping[str, Any]],
         parts: Sequence[tuple[str, Mapping[str, Any]]],
         settings: str,
-        count: PixelCount,
+        count: _PixelCount,
     ) -> list[dict[str, Any]]:
         """`parts` are the images of the messages, with their places."""
         if not parts:
@@ -235,7 +235,7 @@ class ImageIntake:
         """
         self._check_count(sum(len(own or ()) for own in images))
         of_prompts = [settings] * len(prompts) if isinstance(settings, str) else settings
-        count = PixelCount(self._limits)
+        count = _PixelCount(self._limits)
         calls = [
             partial(self._place, ids, own, chosen, names(index), count)
             for index, (ids, own, chosen) in enumerate(zip(prompts, images, of_prompts, strict=True))
@@ -249,7 +249,7 @@ class ImageIntake:
             self._threads = None
 
     async def _place(
-        self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str, count: PixelCount
+        self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str, count: _PixelCount
     ) -> RequestPrompt:
         if not sources and not self._lacks_images(ids, sources):
             return RequestPrompt(token_ids=ids)
@@ -268,7 +268,7 @@ class ImageIntake:
         return RequestPrompt(token_ids=placed, images=found)
 
     async def _place_spans(
-        self, loader: ImageLoader, ids: TokenIds, spans: Sequence[ClientSpan], places: Sequence[str], count: PixelCount
+        self, loader: ImageLoader, ids: TokenIds, spans: Sequence[ClientSpan], places: Sequence[str], count: _PixelCount
     ) -> RequestPrompt:
         """A prompt whose images the client has expanded: the ids of each are made again, and compared."""
         images = await self._load(loader, [span.source for span in spans], places)
@@ -286,7 +286,7 @@ class ImageIntake:
         )
 
     async def _expand(
-        self, images: Sequence[EncodedImage], settings: Sequence[str], names: Sequence[str], count: PixelCount
+        self, images: Sequence[EncodedImage], settings: Sequence[str], names: Sequence[str], count: _PixelCount
     ) -> None:
         """Expand the images of one prompt, which caches their ids, and keep their files.
 
@@ -357,7 +357,7 @@ _AREAS_OR_EDGES = frozenset({"shortest_edge", "longest_edge"})
 _SIZE_KEYS = _AREAS_OR_EDGES | {"height", "width", "max_height", "max_width"}
 
 
-def check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixels: int, name: str) -> None:
+def _check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixels: int, name: str) -> None:
     """Check `mm_processor_kwargs`: of the processor's `known` arguments, `min_pixels`, `max_pixels` and `size`.
 
     The others (patch sizes, crops, normalisation) belong to the model: some would turn a small image into gigabytes, or

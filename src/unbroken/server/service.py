@@ -39,7 +39,7 @@ class PauseMode(StrEnum):
     KEEP = "keep"
 
 
-class Admission:
+class _Admission:
     """Which requests of one engine may run now: the queue's limit, pauses as in vLLM, and aborts by name.
 
     mode     requests in flight              new requests
@@ -199,7 +199,7 @@ class SamplingService:
         self.engine = engine
         self.limits = limits
         self.metrics = metrics
-        self.admission = Admission(engine, limits=limits, metrics=metrics)
+        self.admission = _Admission(engine, limits=limits, metrics=metrics)
 
     def make_requests(
         self,
@@ -214,7 +214,7 @@ class SamplingService:
         """Make one request for each prompt. All are checked before one is run.
 
         `policy` is by default the served model.
-        `name` is what the caller calls them, for `Admission.abort`: by default the session's name.
+        `name` is what the caller calls them, for `_Admission.abort`: by default the session's name.
 
         Raises:
             HttpError: there are more prompts or completions than the limits allow.

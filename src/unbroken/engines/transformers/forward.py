@@ -92,11 +92,11 @@ class SlotForward:
         if self.is_exact:
             self.row_multiple = attend_exactly(model, takes_images=processor is not None)
         elif model.config._attn_implementation == "sdpa":
-            use_grouped_sdpa(model)
+            _use_grouped_sdpa(model)
         self.device: torch.device = model.device
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._num_layers = model.config.get_text_config().num_hidden_layers
-        self.cache = SlotCache(self._num_layers)
+        self.cache = _SlotCache(self._num_layers)
         # transformers 5.24 warns of the name that it had before, and models of other code still have that one.
         self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         self.routers = Routers.find(model) if records_routing else None
@@ -105,20 +105,20 @@ class SlotForward:
         self.images = None if processor is None else ImageModel(model, processor)
         _check_agreement(self)
         if self.images is not None:
-            self.cache = SlotCache(self._num_layers)
+            self.cache = _SlotCache(self._num_layers)
             _check_images(self, self.images)
-        self.cache = SlotCache(self._num_layers)
+        self.cache = _SlotCache(self._num_layers)
 
     def free(self) -> None:
         """Drop the model and all keys and values; nothing else may be called after it."""
         self.model = None
         self.images = None
-        self.cache = SlotCache(self._num_layers)
+        self.cache = _SlotCache(self._num_layers)
 
     def sleep(self) -> None:
         """Move the weights to the CPU and drop all keys and values."""
         self.model.to("cpu")
-        self.cache = SlotCache(self._num_layers)
+        self.cache = _SlotCache(self._num_layers)
 
     def wake(self) -> None:
         """Move the weights back."""
@@ -136,7 +136,7 @@ class SlotForward:
 
         `image_features` are those of the rows whose prompts have images, by index of the row.
         """
-        with without_cudnn(), self._recording(positions_RT.shape):
+        with _without_cudnn(), self._recording(positions_RT.shape):
             self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, image_features))
 
     def decode(
@@ -148,7 +148,7 @@ class SlotForward:
         image_features: Mapping[int, ImageFeatures] = MappingProxyType({}),
     ) -> torch.Tensor:
         """Return [R, V] logits after the last id of each row; stores keys and values as `prefill` does."""
-        with without_cudnn(), self._recording(positions_RT.shape):
+        with _without_cudnn(), self._recording(positions_RT.shape):
             logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, image_features)).logits
         return logits[: len(slots_R), -1]
 
@@ -161,7 +161,7 @@ class SlotForward:
         `image_inputs` are those of `ImageModel.plain_inputs`.
         """
         ids_1T = torch.from_numpy(token_ids.astype(np.int64)).to(self.device)[None]
-        with without_cudnn():
+        with _without_cudnn():
             logits = self._run_plain(ids_1T, image_inputs)
         logits_TV = logits[0, :-1].float() / temperature
         logprobs_TV = torch.log_softmax(logits_TV, -1)
@@ -418,7 +418,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         return fitting
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
+class _SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """Slots of keys and values for all layers; memory is taken when first used and when it grows."""
 
     def __init__(self, num_layers: int) -> None:
@@ -465,15 +465,15 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
             layer.copy_prefix(source, target, length)
 
 
-def use_grouped_sdpa(model: Any) -> None:
+def _use_grouped_sdpa(model: Any) -> None:
     """Switch a model from `sdpa` to the grouped attention. Idempotent."""
-    AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
+    AttentionInterface.register(GROUPED_SDPA, _grouped_sdpa)
     AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
     model.set_attn_implementation(GROUPED_SDPA)
 
 
 @contextmanager
-def without_cudnn() -> Iterator[None]:
+def _without_cudnn() -> Iterator[None]:
     """Keep cuDNN out of attention: it compiles a plan for each new shape, and here every step has a new one.
 
     On an H200 a plan took 15 to 60 ms, more than the rest of a step of a 0.6B model. The switch is global: other
@@ -487,7 +487,7 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def grouped_sdpa(
+def _grouped_sdpa(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

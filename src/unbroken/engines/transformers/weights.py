@@ -61,7 +61,7 @@ class UpdateLoader:
         if adapts:
             load_into(model, self._merge_all(model, dict(weights)))
         elif isinstance(weights, WeightStream):  # one after the other, so that the update is in memory once
-            copy_into(model, weights)
+            _copy_into(model, weights)
         else:
             load_into(model, weights)
         self._is_changed = not adapts
@@ -91,8 +91,8 @@ def _list_shapes(weights: WeightStream | Named) -> dict[str, Shape]:
 
 
 def _check_whole(model: torch.nn.Module, shapes: Mapping[str, Shape]) -> None:
-    """Raise `SamplingError` as `check_names`, or if a parameter is missing; a tied one has several."""
-    check_names(model, shapes)
+    """Raise `SamplingError` as `_check_names`, or if a parameter is missing; a tied one has several."""
+    _check_names(model, shapes)
     given = {weight.data_ptr() for name, weight in model.state_dict(keep_vars=True).items() if name in shapes}
     missing = [name for name, weight in model.named_parameters() if weight.data_ptr() not in given]
     if missing:
@@ -114,14 +114,14 @@ def check_update(
     elif is_whole:
         _check_whole(model, shapes)
     else:
-        check_names(model, shapes)
+        _check_names(model, shapes)
     by_storage: dict[int, str] = {}
     for name, total in (sums or {}).items():
         if name in targets and (sums or {})[(twin := by_storage.setdefault(targets[name].data_ptr(), name))] != total:
             raise SamplingError(f"weights {twin!r} and {name!r} are tied in the model, but their new values differ")
 
 
-def check_names(model: torch.nn.Module, given: Mapping[str, Shape]) -> None:
+def _check_names(model: torch.nn.Module, given: Mapping[str, Shape]) -> None:
     """Raise `SamplingError` for names or shapes of an update that the model lacks."""
     targets = model.state_dict(keep_vars=True)
     if is_adapter(given):
@@ -131,7 +131,7 @@ def check_names(model: torch.nn.Module, given: Mapping[str, Shape]) -> None:
         _check(targets, name, shape)
 
 
-def copy_into(model: torch.nn.Module, stream: WeightStream) -> None:
+def _copy_into(model: torch.nn.Module, stream: WeightStream) -> None:
     """Copy weights that are made as they are read into `model`, once their names and shapes are checked.
 
     Raises:
@@ -143,7 +143,7 @@ def copy_into(model: torch.nn.Module, stream: WeightStream) -> None:
         raise SamplingError("weights is empty: nothing to load")
     if len(shapes) < len(stream.specs):
         raise SamplingError("a weight came twice")
-    check_names(model, shapes)
+    _check_names(model, shapes)
     targets = model.state_dict(keep_vars=True)
     try:
         with torch.no_grad():

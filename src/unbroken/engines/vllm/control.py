@@ -71,7 +71,7 @@ class ControlledEngine:
         self._prompts = prompts
         self._requests = Requests(llm, prompts, check=self._check_sampled)
         self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
-        self._in_lockstep = steps_in_lockstep(llm)
+        self._in_lockstep = _steps_in_lockstep(llm)
         self.transfer = WeightReceiver(
             self.update_weights,
             partial(self._call_between_steps, "call_receiver"),
@@ -163,7 +163,7 @@ class ControlledEngine:
         """
         self._check_open()
         check_complete(self._incomplete)
-        check_can_sleep(self._llm)
+        _check_can_sleep(self._llm)
         check_not_paused(self._paused)
         self._refusing = True
         try:
@@ -248,13 +248,13 @@ class ControlledEngine:
         times.append(time.perf_counter())
         try:
             if self._asleep:
-                await wake_for_weights(self._llm, self._calls.wait)
+                await _wake_for_weights(self._llm, self._calls.wait)
             await delivery.load(self._calls.rpc)
             times.append(time.perf_counter())
             policy_version = delivery.source.policy_version or policy_version
             await self._calls.wait(self._llm.update_weight_version(str(policy_version)))
             if self._asleep:
-                await wake_for_requests(self._llm, self._calls.wait)
+                await _wake_for_requests(self._llm, self._calls.wait)
             else:
                 await self._continue(reuse_kv=reuse_kv and self._incomplete is None)
         except BaseException as error:
@@ -281,10 +281,10 @@ class ControlledEngine:
         await self._policy.make_room(num_others=self._num_adapters)
         if self._asleep:
             try:
-                await wake_for_weights(self._llm, self._calls.wait)
+                await _wake_for_weights(self._llm, self._calls.wait)
                 await self._policy.load(delivery, policy_version)
                 times.append(time.perf_counter())
-                await wake_for_requests(self._llm, self._calls.wait)
+                await _wake_for_requests(self._llm, self._calls.wait)
             except BaseException as error:
                 await self._fail(f"the update to policy version {policy_version} failed: {error}")
                 raise EngineError(self._failure) from error
@@ -426,7 +426,7 @@ class ControlledEngine:
         check_complete(self._incomplete)
 
 
-def steps_in_lockstep(llm: AsyncLLM) -> bool:
+def _steps_in_lockstep(llm: AsyncLLM) -> bool:
     """Whether a step of one data-parallel copy needs the others: those of a mixture of experts share its layers."""
     return llm.vllm_config.parallel_config.data_parallel_size > 1 and bool(llm.model_config.is_moe)
 
@@ -436,7 +436,7 @@ def check_runs_here(llm: AsyncLLM) -> None:
 
     vLLM 0.32 raises NotImplementedError in `DeviceCommunicatorBase.all_gatherv` at the first request, and is dead.
     """
-    if steps_in_lockstep(llm) and current_platform.is_cpu():
+    if _steps_in_lockstep(llm) and current_platform.is_cpu():
         size = llm.vllm_config.parallel_config.data_parallel_size
         raise InvalidInputError(
             f"--data-parallel-size {size} with a mixture of experts ({llm.model_config.model!r}) needs GPUs: vLLM on a "
@@ -461,7 +461,7 @@ def check_quantization(llm: AsyncLLM) -> None:
         )
 
 
-def check_can_sleep(llm: AsyncLLM) -> None:
+def _check_can_sleep(llm: AsyncLLM) -> None:
     """Raise `EngineError` if vLLM cannot sleep. On a CPU it can, but drops nothing."""
     if not current_platform.is_sleep_mode_available():
         return
@@ -475,13 +475,13 @@ async def fall_asleep(llm: AsyncLLM, call: Call) -> None:
     await call(llm.sleep(level=level, mode="wait"))
 
 
-async def wake_for_weights(llm: AsyncLLM, call: Call) -> None:
+async def _wake_for_weights(llm: AsyncLLM, call: Call) -> None:
     """Allocate the memory of the weights, whose contents are undefined unless vLLM has LoRA."""
     _free_unused()
     await call(llm.wake_up(tags=[_WEIGHTS]))
 
 
-async def wake_for_requests(llm: AsyncLLM, call: Call) -> None:
+async def _wake_for_requests(llm: AsyncLLM, call: Call) -> None:
     """Allocate the memory of the KV, and resume; `EngineError` if vLLM still sleeps."""
     _free_unused()
     if not await call(llm.wake_up(tags=[_KV])):

@@ -187,7 +187,7 @@ class Deliveries:
     async def _copy(self, tensors: NamedTensors, shapes: WeightShapes) -> Delivery:
         copy: Callable[[], SharedSource]
         if self.transfer_dir is not None:
-            copy = partial(copy_to_files, shapes.checked(tensors), parent=self.transfer_dir)
+            copy = partial(_copy_to_files, shapes.checked(tensors), parent=self.transfer_dir)
         else:
             config = self._llm.vllm_config
             copy = partial(
@@ -208,10 +208,10 @@ class Deliveries:
         adapted = match_adapter(given, shapes.find)
         copy: Callable[[], SharedSource]
         if self.transfer_dir is not None:
-            copy = partial(copy_to_files, tensors, parent=self.transfer_dir)
+            copy = partial(_copy_to_files, tensors, parent=self.transfer_dir)
         else:
             number = self._llm.vllm_config.parallel_config.world_size_across_dp
-            copy = partial(copy_adapter_to_memory, tensors, num_workers=number)
+            copy = partial(_copy_adapter_to_memory, tensors, num_workers=number)
         return Delivery(source=await run_copy(copy), shapes=shapes, is_adapter=True, adapted=adapted)
 
     async def _memory_dtype(self) -> str:
@@ -222,7 +222,7 @@ class Deliveries:
         return self._row_dtype
 
 
-def copy_to_files(tensors: NamedTensors, *, parent: Path) -> FileSource:
+def _copy_to_files(tensors: NamedTensors, *, parent: Path) -> FileSource:
     """Write weights to files in a new folder in `parent`; if `tensors` raises, nothing is left."""
     source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-weights-", dir=parent)), is_temporary=True)
     try:
@@ -234,7 +234,7 @@ def copy_to_files(tensors: NamedTensors, *, parent: Path) -> FileSource:
     return source
 
 
-def copy_adapter_to_memory(tensors: Sequence[tuple[str, torch.Tensor]], *, num_workers: int) -> MemorySource:
+def _copy_adapter_to_memory(tensors: Sequence[tuple[str, torch.Tensor]], *, num_workers: int) -> MemorySource:
     """Copy the matrices of an adapter to the host's memory, where vLLM keeps adapters."""
     row = WeightRow([TensorSpec.of(*named) for named in tensors], torch.device("cpu"))
     for name, tensor in tensors:

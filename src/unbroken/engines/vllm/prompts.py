@@ -43,7 +43,7 @@ class PromptMaker:
     def __init__(self, llm: AsyncLLM, *, limits: ImageLimits | None = None) -> None:
         self._llm = llm
         self._limits = limits or ImageLimits()
-        self._pictures = PictureCache(limits=limits)
+        self._pictures = _PictureCache(limits=limits)
         self._decoding = asyncio.Semaphore(_MAX_DECODING)
         self.max_images = _max_images(llm)
         """Maximum images of one prompt, by `--limit-mm-per-prompt` and the model; 0 for a text model."""
@@ -94,7 +94,7 @@ class PromptMaker:
         )
 
 
-class PictureCache:
+class _PictureCache:
     """Decodes images, and keeps recent pictures: each turn of a conversation has all of its images. Thread-safe."""
 
     def __init__(self, *, max_bytes: int = _MAX_DECODED_BYTES, limits: ImageLimits | None = None) -> None:

@@ -87,7 +87,7 @@ def require_exactness(
             f"mm_processor_kwargs must be left out, got {args.mm_processor_kwargs}: renderer and trainer would not "
             "know them. Give them with requests, or in the model's preprocessor_config.json"
         )
-    check_all_copies_are_here(args)
+    _check_all_copies_are_here(args)
     if args.worker_extension_cls not in ("", EXTENSION):
         raise InvalidInputError(
             f"worker_extension_cls must be left out, got {args.worker_extension_cls!r}: the engine needs its own "
@@ -160,7 +160,7 @@ def _are_whole_graphs_right(args: AsyncEngineArgs) -> bool:
     return is_proven_size and config.layer_kinds <= {"full_attention"} and not has_window and not is_compressed
 
 
-def check_all_copies_are_here(args: AsyncEngineArgs) -> None:
+def _check_all_copies_are_here(args: AsyncEngineArgs) -> None:
     """Raise `InvalidInputError` if other processes have some of the data-parallel copies, which no update would reach.
 
     A copy that another machine starts without a server (`--headless`) is this process's.

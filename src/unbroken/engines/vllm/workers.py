@@ -164,8 +164,8 @@ class WorkerExtension:
             with self._configured():
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
             self.model_runner.reset_lora_state()
-            pack_heads_again(model)
-            pack_experts_again(model)
+            _pack_heads_again(model)
+            _pack_experts_again(model)
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
         if self.device.type == "cuda":
@@ -173,7 +173,7 @@ class WorkerExtension:
 
     def lora_modules(self) -> list[str]:
         """Return the last parts of the names of modules that take adapters."""
-        return find_lora_modules(self.model_runner)
+        return _find_lora_modules(self.model_runner)
 
     def keep_adapter(self, number: int, modules: Mapping[str, str], rank: int) -> dict[str, Any]:
         """Keep what `receive_weights` keeps as the adapter `number`; `modules` has the checkpoint's names."""
@@ -226,7 +226,7 @@ def _name(tensor: torch.Tensor, name: str) -> Iterable[tuple[str, torch.Tensor]]
 # Adapters, made from tensors; vLLM 0.32 itself loads them from folders only.
 
 
-def find_lora_modules(model_runner: Any) -> list[str]:
+def _find_lora_modules(model_runner: Any) -> list[str]:
     """Return the last parts of the names of modules that take adapters, as a checkpoint names them."""
     manager = model_runner.lora_manager._adapter_manager
     packed: Mapping[str, list[str]] = manager.packed_modules_mapping
@@ -297,7 +297,7 @@ def is_loaded_in_place(model: Any, vllm_config: Any) -> bool:
     return True
 
 
-def pack_heads_again(model: Any) -> None:
+def _pack_heads_again(model: Any) -> None:
     """Renew the packed copy of a tied output head, which vLLM 0.32 does not renew on a CPU.
 
     Its reload packs layers whose weights came; those of a tied head come under the embedding's name. On other devices
@@ -314,7 +314,7 @@ def pack_heads_again(model: Any) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def pack_experts_again(model: Any) -> None:
+def _pack_experts_again(model: Any) -> None:
     """Pack the experts of each layer, which vLLM 0.32 does at the first load only (`_setup_kernel`).
 
     On a CPU its kernel would read the new weights as if they were packed. Other devices have nothing to pack then.

@@ -150,7 +150,7 @@ class Evaluator:
 
         Raises as `evaluate` does.
         """
-        samples = gather_samples(dict(zip(self._numbers, groups, strict=True)))
+        samples = _gather_samples(dict(zip(self._numbers, groups, strict=True)))
         new = self._make_line(step, samples) | {"num_lost": num_lost}
         mine = [samples[number] for number in self._numbers]
         head = self._make_head(step, mine) | {"policy_version": new["policy_version/max"]}
@@ -205,7 +205,7 @@ def cut_evaluations(output: Path, last_step: int) -> None:
             _write(output / _FILE, [line for line in lines if line["step"] <= last_step])
 
 
-def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
+def _gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
     """The samples of the problems of all processes, by number; an error in one process is raised in all."""
     mine = {number: [Sample.of(each) for each in group.trajectories] for number, group in groups.items()}
     of_problem = {number: samples for found in gather_object([mine]) for number, samples in found.items()}

@@ -214,23 +214,27 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
     arXiv:2411.00640): std(1/4, 2/4) / sqrt(2) = 1/8 in the example of `measure`. None for one problem.
     """
     samples = [sample for of_problem in problems for sample in of_problem]
-    scored = [found for of_problem in problems if (found := [each for each in of_problem if each.is_scored])]
-    means = [float(np.mean(rewards)) for rewards in _list_rewards(scored)]
     measures = measure(problems, pass_reward=pass_reward)
     versions = [version for sample in samples for version in sample.versions]
+    mean = measures["reward/mean"].value
     return {
         "num_problems": len(problems),
         "num_rollouts": len(samples),
         "num_without_reward": sum(each.reward is None for each in samples),
         "num_cut": sum(each.was_cut for each in samples),
         # The best model and the curves need a number, also where no reward function has an opinion on anything.
-        "reward/mean": measures["reward/mean"].value if scored else 0.0,
-        "reward/standard_error": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
+        "reward/mean": 0.0 if mean is None else mean,
+        "reward/standard_error": _find_standard_error(measures["reward/mean"]),
         **{name: found.value for name, found in measures.items() if name.startswith("pass@")},
         "policy_version/min": min(versions, default=None),
         "policy_version/max": max(versions, default=None),
         "completion_tokens/mean": measures["completion_tokens/mean"].value,
     }
+
+
+def _find_standard_error(of: Measure) -> float | None:
+    means = of.sums[of.counts > 0] / of.counts[of.counts > 0]
+    return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

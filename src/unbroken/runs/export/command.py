@@ -51,10 +51,10 @@ def add_export_parser(commands: Any) -> None:
     add("--shard-gb", type=float, default=5.0, metavar="GB", help="maximum size of a file in 10^9 bytes (default: 5)")
     add("--push-to-hub", metavar="REPO", help="a repository on the Hugging Face Hub that gets the model")
     add("--private", action="store_true", help="create the repository as a private one")
-    export.set_defaults(run=run_export)
+    export.set_defaults(run=_run_export)
 
 
-def run_export(arguments: argparse.Namespace) -> int:
+def _run_export(arguments: argparse.Namespace) -> int:
     """Write rows or a model; returns the exit status."""
     if arguments.target.suffix in (".json", ".csv", ".arrow", ".gz", ".zst", ".zip"):
         raise InvalidInputError(f"TARGET must be a file .parquet, .jsonl or .eval, or a folder, got {arguments.target}")

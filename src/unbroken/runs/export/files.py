@@ -46,12 +46,12 @@ class ModelInfo:
 
 def add_files(folder: Path, info: ModelInfo) -> None:
     """Copy the files of text and images of the model that was trained, and write the card and `unbroken.json`."""
-    copy_text_and_images(info.source, folder)
+    _copy_text_and_images(info.source, folder)
     (folder / INFO).write_text(json.dumps(asdict(info), indent=1) + "\n", "utf-8")
     (folder / "README.md").write_text(_make_card(folder, info), "utf-8")
 
 
-def copy_text_and_images(source: str, folder: Path) -> None:
+def _copy_text_and_images(source: str, folder: Path) -> None:
     """Copy the files of tokenizer, chat templates and processor from a model's folder or hub name."""
     for name in _TEXT_AND_IMAGES:
         if (path := _find(source, name)) is not None:

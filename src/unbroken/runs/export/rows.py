@@ -87,7 +87,7 @@ def export_rows(
     if target.suffix == ".eval" and form is not RowForm.ROWS:
         raise InvalidInputError(f"--form must be left out with a target .eval, which is Inspect's format, got {form}")
     counts: Counter[str] = Counter()
-    rollouts = _count(find_rollouts(source, steps=steps, kind=kind), counts)
+    rollouts = _count(_find_rollouts(source, steps=steps, kind=kind), counts)
     with _explain_failures(source, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".rows-", dir=target.parent) as folder:
@@ -141,7 +141,7 @@ def _count(rollouts: Iterable[Rollout], counts: Counter[str]) -> Iterator[Rollou
         yield rollout
 
 
-def find_rollouts(source: str, *, steps: range | None = None, kind: str | None = None) -> Iterator[Rollout]:
+def _find_rollouts(source: str, *, steps: range | None = None, kind: str | None = None) -> Iterator[Rollout]:
     """Read the rollouts of a run or a store, in the order of steps or of creation.
 
     `kind` is `training`, `evaluation` or the name of an evaluation's set; without it, those of training, and of a
@@ -297,7 +297,7 @@ def _choose(items: Sequence[Any], numbers: Sequence[int] | None) -> Sequence[Any
     return items if numbers is None else [items[number] for number in numbers]
 
 
-def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def _make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """TRL's: a conversational prompt and completion, the ids of a `rollout_func`, and those of a tokenised data set.
 
     SFTTrainer takes `input_ids` with `assistant_masks` as they are.
@@ -319,7 +319,7 @@ def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[
     }
 
 
-def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def _make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """verl's: a row of its RLHFDataset, `messages` for its multi-turn SFT, and the fields of an `AgentLoopOutput`.
 
     Messages have only what they say: to templates, a field without a value is a field.
@@ -398,7 +398,7 @@ def _to_text_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FORMS: dict[RowForm, Callable[[Rollout, int, Mapping[str, Any]], dict[str, Any]]] = {
-    RowForm.ROWS: make_row, RowForm.TRL: make_trl_row, RowForm.VERL: make_verl_row
+    RowForm.ROWS: make_row, RowForm.TRL: _make_trl_row, RowForm.VERL: _make_verl_row
 }  # fmt: skip
 _JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"})
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
@@ -520,7 +520,7 @@ def _write_inspect(path: Path, rollouts: Iterable[Rollout], *, name: str) -> Non
             problem = str(group if step is None else f"{rollout.kind}-{step}-{group}").replace("/", "-")
             epochs[problem] += 1
             models[str(rollout.head.get("model"))] = None
-            sample = make_inspect_sample(rollout, problem, epochs[problem])
+            sample = _make_inspect_sample(rollout, problem, epochs[problem])
             add(f"samples/{problem}_epoch_{epochs[problem]}.json", sample)
             names = ("id", "epoch", "target", "scores", "total_time")
             question = sample["input"][-1]["content"] if sample["input"] else ""
@@ -558,7 +558,7 @@ def _sum_scores(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 _STOPS = {"stop": "stop", "length": "max_tokens"}
 
 
-def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str, Any]:
+def _make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str, Any]:
     """A rollout as a sample of Inspect: problems are its ids, and siblings its epochs."""
     record = rollout.record
     messages = [_to_inspect_message(message, n) for n, message in enumerate(find_conversation(record))]

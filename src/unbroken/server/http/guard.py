@@ -42,7 +42,7 @@ class Guard:
         self._config = config
         self._metrics = metrics
         self._access = access
-        self._origins = OriginCheck(hosts=config.hosts) if config.checks_origin else None
+        self._origins = _OriginCheck(hosts=config.hosts) if config.checks_origin else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, as ASGI has it."""
@@ -192,7 +192,7 @@ _PORTS = {"http": "80", "https": "443"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OriginCheck:
+class _OriginCheck:
     """Which values of Host and Origin a server without a key answers: it keeps out pages in a browser.
 
     A browser on this machine reaches the loopback address for every page that it shows. Two headers tell such a page

@@ -228,7 +228,7 @@ async def _stream_answer(context: ServerContext, body: ChatBody, question: Quest
     readers = [
         open_reply(turn, question, context.codec, context.metrics.events, index=k) for k in range(turn.request.n)
     ]
-    streams = [ChoiceStream(writer, k, reader) for k, reader in enumerate(readers)]
+    streams = [_ChoiceStream(writer, k, reader) for k, reader in enumerate(readers)]
     return await open_event_stream(_stream(body, turn, writer, streams))
 
 
@@ -252,7 +252,7 @@ async def _write_answer(
 
 
 async def _stream(
-    body: ChatBody, turn: OpenTurn, writer: ChoiceWriter, streams: Sequence[ChoiceStream]
+    body: ChatBody, turn: OpenTurn, writer: ChoiceWriter, streams: Sequence[_ChoiceStream]
 ) -> AsyncGenerator[Events]:
     """Yield one event per chunk; text that is not certain yet comes with a later event."""
     head = writer.format_head("chat.completion.chunk")
@@ -313,7 +313,7 @@ class ChoiceWriter:
         return fields
 
 
-class ChoiceStream:
+class _ChoiceStream:
     """Formats one streamed choice."""
 
     def __init__(self, writer: ChoiceWriter, index: int, reply: ReplyReader) -> None:

@@ -45,7 +45,7 @@ async def generate_content(version: Version, model: str, body: ContentsBody, req
     reply = await context.read_reply(turn, question, sequence)
     parts = [part for piece in reply.pieces for part in writer.format_parts(piece)] + writer.end_parts()
     num_sampled = len(sequence.completion_ids)
-    return json_response(writer.format_answer(join_parts(parts), reply.reader, sequence, num_sampled))
+    return json_response(writer.format_answer(_join_parts(parts), reply.reader, sequence, num_sampled))
 
 
 @router.post(
@@ -66,7 +66,7 @@ async def stream_generate_content(
     context, path = get_context(request), request.url.path
     body = body.at_path(model)
     question, turn = await _open_turn(context, request, body)
-    stream = AnswerStream(_make_writer(body, turn), open_reply(turn, question, context.codec, context.metrics.events))
+    stream = _AnswerStream(_make_writer(body, turn), open_reply(turn, question, context.codec, context.metrics.events))
     return await open_plain_event_stream(
         stream_events(turn, [stream]), format_error=lambda error: error_object(error, path=path)
     )
@@ -170,7 +170,7 @@ class AnswerWriter:
         return {"thoughtSignature": make_signature(thoughts)} if thoughts else {}
 
 
-class AnswerStream:
+class _AnswerStream:
     """Formats the events of one answer."""
 
     def __init__(self, writer: AnswerWriter, reply: ReplyReader) -> None:
@@ -188,7 +188,7 @@ class AnswerStream:
             yield self._writer.format_answer(parts, self.reply, chunk, self._num_sampled)
 
 
-def join_parts(parts: Sequence[Part]) -> list[Part]:
+def _join_parts(parts: Sequence[Part]) -> list[Part]:
     """Join texts of one kind that follow one another; a signature begins a new part."""
     joined: list[Part] = []
     for part in parts:

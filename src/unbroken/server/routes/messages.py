@@ -51,7 +51,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     )
     if body.stream:
         path = request.url.path
-        stream = MessageStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
+        stream = _MessageStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
         return await open_named_event_stream(
             stream_events(turn, [stream]), format_error=lambda error: error_object(error, path=path)
         )
@@ -124,7 +124,7 @@ class MessageWriter:
 
     def format_message(self, reply: WholeReply, sequence: SampledSequence) -> dict[str, Any]:
         """Format a whole message."""
-        blocks = BlockList(self.shown)
+        blocks = _BlockList(self.shown)
         for piece in reply.pieces:
             list(blocks.add(piece))
         list(blocks.end())
@@ -161,13 +161,13 @@ class MessageWriter:
         }
 
 
-class MessageStream:
+class _MessageStream:
     """Formats the events of one message."""
 
     def __init__(self, writer: MessageWriter, reply: ReplyReader) -> None:
         self._writer = writer
         self.reply = reply
-        self._blocks = BlockList(writer.shown)
+        self._blocks = _BlockList(writer.shown)
         self._num_sampled = 0
         self._has_begun = False
 
@@ -191,7 +191,7 @@ class MessageStream:
 
 
 @dataclass(slots=True)
-class BlockList:
+class _BlockList:
     """The content blocks so far. The last one may be open."""
 
     shown: ShownThinking

@@ -64,7 +64,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     """Render the input and answer."""
     context = get_context(request)
     ignored = body.check_supported()
-    earlier = await find_earlier(context, request, body)
+    earlier = await _find_earlier(context, request, body)
     conversation = read_conversation(body, earlier.items, earlier=earlier.messages, num_earlier=earlier.num_items)
     note_ignored(request, [*ignored, *conversation.ignored])
     asked = await make_question(context, request, body, conversation, format_name="text.format")
@@ -84,7 +84,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         keep=_make_keep(context, request, body, earlier, turn.answer_id, len(await request.body())),
     )
     if body.stream:
-        stream = ResponseStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
+        stream = _ResponseStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
         return await open_named_event_stream(stream_events(turn, [stream]), format_error=stream.format_failure)
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_whole(await context.read_reply(turn, question, sequence), sequence))
@@ -117,7 +117,7 @@ class Earlier:
     """What comes before all items, from the disk."""
 
 
-async def find_earlier(context: ServerContext, request: Request, body: ResponsesBody) -> Earlier:
+async def _find_earlier(context: ServerContext, request: Request, body: ResponsesBody) -> Earlier:
     """Find the answers, items and the conversation that a request names.
 
     Raises:
@@ -187,19 +187,19 @@ async def _open_turn(context: ServerContext, request: Request, question: Questio
     """
     number = 0
     while True:
-        messages = question.messages if number == 0 else leave_out_oldest(question.messages, number)
+        messages = question.messages if number == 0 else _leave_out_oldest(question.messages, number)
         try:
             turn = await context.turns.open(request, replace(question, messages=messages), id_prefix="resp_")
         except ContextOverflowError:
             number = max(1, 2 * number)
-            if not truncates or len(leave_out_oldest(question.messages, number)) == len(messages):
+            if not truncates or len(_leave_out_oldest(question.messages, number)) == len(messages):
                 raise
             continue
         context.metrics.events.count(CountedEvent.CUT, "truncation_auto", len(question.messages) - len(messages))
         return turn
 
 
-def leave_out_oldest(messages: Sequence[Message], number: int) -> Sequence[Message]:
+def _leave_out_oldest(messages: Sequence[Message], number: int) -> Sequence[Message]:
     """Messages without the oldest after the first question: at most `number`, each with the results that follow it.
 
     The last one stays, with what it answers.
@@ -305,7 +305,7 @@ class ResponseWriter:
         }
 
 
-class ResponseStream:
+class _ResponseStream:
     """Formats the events of one answer."""
 
     def __init__(self, writer: ResponseWriter, reply: ReplyReader) -> None:
