@@ -35,6 +35,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.cluster.registry": (4, "its own log and state"),
     "unbroken.demo.model": (1, "a file of the package"),
     "unbroken.demo.run": (2, "metrics of its own run"),
+    "unbroken.engines.vllm.causes": (2, "what processes of its own engine wrote"),
     "unbroken.engines.vllm.prompts": (1, "settings that were checked when the request came"),
     "unbroken.images.decoder": (2, "bytes whose size and header are checked first"),
     "unbroken.images.processor": (2, "settings that were checked when the request came"),

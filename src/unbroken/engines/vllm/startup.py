@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import AutoConfig
 from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logger import DEFAULT_LOGGING_CONFIG
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -26,10 +29,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import ray_utils
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
 from unbroken.decoder_config import DecoderConfig
+from unbroken.engines.vllm.causes import CauseHandler, read_cause
 from unbroken.engines.vllm.numerics import make_exact
 from unbroken.engines.vllm.scheduler import SCHEDULER, split_steps
 from unbroken.engines.vllm.workers import EXTENSION
@@ -191,8 +196,8 @@ async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
     loggers = None if args.disable_log_stats else [counter.make_logger]
 
     def start() -> AsyncLLM:
-        with _compiling_for(args.device_ids):
-            return AsyncLLM.from_engine_args(args, stat_loggers=loggers, usage_context=UsageContext.LLM_CLASS)
+        with _compiling_for(args.device_ids), _naming_causes(args) as own:
+            return AsyncLLM.from_engine_args(own, stat_loggers=loggers, usage_context=UsageContext.LLM_CLASS)
 
     starting = asyncio.create_task(asyncio.to_thread(start))
     try:
@@ -201,12 +206,56 @@ async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:
         with suppress(Exception):
             await shut_down(await starting)  # its processes would outlive this one
         raise
+    except EngineError:
+        raise
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
     split_steps(llm)
     # `Calls.wait` watches this task, which ends with the engine; vLLM itself starts it with the first request.
     llm._run_output_handler()
     return llm
+
+
+@contextmanager
+def _naming_causes(args: AsyncEngineArgs) -> Iterator[AsyncEngineArgs]:
+    """Yield arguments with which `EngineError` names the exception of a process that fails to start in the block."""
+    with TemporaryDirectory(prefix="unbroken-vllm-") as folder:
+        causes = Path(folder) / "causes.jsonl"
+        try:
+            yield log_causes(args, causes, settings=Path(folder) / "logging.json")
+        except Exception as error:
+            if (cause := read_cause(causes)) is None:
+                raise
+            raise EngineError(f"vLLM does not start: {cause}") from error
+
+
+def log_causes(args: AsyncEngineArgs, causes: Path, *, settings: Path) -> AsyncEngineArgs:
+    """Let vLLM's processes log as they do, and write exceptions into the file `causes` too.
+
+    `settings` is the file in which they find how. Logging that the options or the environment set up stays as it is,
+    as does that of workers which Ray may start on machines without these files.
+    """
+    chosen = args.create_logging_config()
+    has_own = chosen.pylogging_config_file is not None or chosen.formatter != "text" or not chosen.configure_logging
+    if has_own or not _are_workers_here(args):
+        return args
+    config = deepcopy(DEFAULT_LOGGING_CONFIG)
+    own = {"()": f"{CauseHandler.__module__}.{CauseHandler.__qualname__}", "path": str(causes)}
+    config["handlers"]["unbroken"] = own
+    config["handlers"]["vllm"]["level"] = chosen.log_level
+    config["loggers"]["vllm"] |= {"handlers": ["vllm", "unbroken"], "level": chosen.log_level}
+    for formatter in config["formatters"].values():
+        formatter["log_level"] = chosen.log_level
+    settings.write_text(json.dumps(config))
+    return replace(args, logging_config=replace(chosen, pylogging_config_file=str(settings)))
+
+
+def _are_workers_here(args: AsyncEngineArgs) -> bool:
+    """Whether all processes that are started for these arguments are on this machine: not so with Ray."""
+    if args.distributed_executor_backend not in (None, "mp", "uni") or args.data_parallel_backend == "ray":
+        return False
+    # Without a choice, vLLM takes Ray in a process that Ray has started.
+    return not (ray_utils.ray_is_available() and ray_utils.ray.is_initialized())
 
 
 @contextmanager
