@@ -25,7 +25,7 @@ from unbroken.model_source import check_model_source
 from unbroken.rendering.base import Renderer
 from unbroken.reports import Report, Table, format_json, write_file
 from unbroken.retokenising.comparison import TemplateTexts
-from unbroken.retokenising.summary import summarize_retokenised
+from unbroken.retokenising.records import summarize_retokenised
 from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
 from unbroken.runs.evaluation.evaluator import FOLDER, Evaluation, Evaluator, read_samples

@@ -18,10 +18,13 @@ from unbroken.types.recorded import (
 )
 from unbroken.types.sampling import (
     TEMPERATURE_RANGE,
+    InFlight,
     Numerics,
     SampleRequest,
     SamplingParams,
     StructuredOutput,
+    WeightPlacement,
+    WeightReceipt,
     check_reproducible,
 )
 from unbroken.types.sequences import (
@@ -35,7 +38,6 @@ from unbroken.types.sequences import (
     TrainingSample,
     VersionSpan,
 )
-from unbroken.types.updates import InFlight, WeightPlacement, WeightReceipt
 
 __all__ = [
     "NO_VERSION",

@@ -5,7 +5,7 @@
 From the outside in: `engine` checks requests and scores, and runs them through `requests` and `prompts`; `control`
 acts on the whole engine (pause, sleep, update, close). `startup` reads vLLM's options, starts its processes and ends
 them, and `causes` says why one did not start; `calls` waits for them and translates their errors, `conversion`
-parameters and outputs. `weights` brings new weights to the workers, `score_patch` is a patch of vLLM's workers.
+parameters and outputs. `delivery` brings new weights to the workers, `patches` has patches of vLLM's workers.
 `numerics` has what makes vLLM and a trainer compute the same bits.
 
 Importing the package does not import vLLM; its two names do, at their first use.

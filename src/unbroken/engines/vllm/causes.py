@@ -1,8 +1,7 @@
 """Keeps why a process of vLLM failed to start: its own exception says "see root cause above", of a log.
 
 The processes log their exceptions, so their logging gets a second handler, which writes them into a file for the
-process that waits. vLLM imports this module while it configures its logging, before anything else of it can be
-imported: so nothing of vLLM is imported here.
+process that waits. They import this module as they begin, whatever they are: so nothing heavy is imported here.
 """
 
 from __future__ import annotations

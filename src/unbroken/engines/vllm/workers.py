@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from unbroken.engines.vllm.pools import map_on_free
-from unbroken.engines.vllm.score_patch import patch_prompt_logprobs
+from unbroken.engines.vllm.patches import map_on_free, patch_prompt_logprobs
 from unbroken.exactness import ModuleOutputs
 from unbroken.weights.adapters import A, B
 from unbroken.weights.checkpoint import ExpertNames

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM
 
 
 def test_memory_is_mapped_before_it_is_freed_only_if_it_sleeps():
-    from unbroken.engines.vllm.pools import MappedOnFree
+    from unbroken.engines.vllm.patches import MappedOnFree
 
     mapped = []
     asleep, awake = (SimpleNamespace(handle=name, is_asleep=name == "asleep") for name in ("asleep", "awake"))
@@ -23,7 +23,7 @@ def test_memory_is_mapped_before_it_is_freed_only_if_it_sleeps():
 
 
 def test_vllm_still_frees_sleeping_memory_as_if_it_were_mapped():
-    """Once this fails, `pools.py` can go."""
+    """Once this fails, `map_on_free` can go."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     source = inspect.getsource(CuMemAllocator._python_free_callback)

@@ -74,7 +74,7 @@ async def test_answers_come_from_the_workers_of_all_data_parallel_copies() -> No
 
 def test_all_workers_score_the_prompts_of_a_step_in_the_same_order() -> None:
     """Each has a part of the logits of every prompt; the order of a set of texts is another in each process."""
-    from unbroken.engines.vllm.score_patch import _group_by_temperature
+    from unbroken.engines.vllm.patches import _group_by_temperature
 
     keys = [f"score-{number}" for number in range(20)]
     groups = _group_by_temperature(dict.fromkeys(keys), lambda key: 0.5 if int(key[6:]) % 3 else 0)

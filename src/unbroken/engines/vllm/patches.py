@@ -1,17 +1,21 @@
-"""A patch of vLLM in its workers: prompt logprobs at the temperature of their request, without LoRA adapters.
+"""Patches of vLLM in its workers, for vLLM >= 0.32, < 0.34. A test of each fails once it is not needed.
 
-vLLM 0.32 and 0.33 compute the logprobs of prompt ids at temperature 1, not at the request's. Where LoRA is on,
-they add to their logits what the adapters of the rows that are *sampled* in the step would add to the head: the numbers
-of rows differ, and on a CPU the engine dies (`einsum(): subscript b has size 5 for operand 1`). Only `VllmEngine.score`
-asks for prompt logprobs, and it asks for the model's own.
-
-For vLLM >= 0.32, < 0.34, both of its model runners; not needed once
+**Prompt logprobs** at the temperature of their request, without LoRA adapters (`patch_prompt_logprobs`). vLLM 0.32 and
+0.33 compute the logprobs of prompt ids at temperature 1, not at the request's. Where LoRA is on, they add to their
+logits what the adapters of the rows that are *sampled* in the step would add to the head: the numbers of rows differ,
+and on a CPU the engine dies (`einsum(): subscript b has size 5 for operand 1`). Only `VllmEngine.score` asks for prompt
+logprobs, and it asks for the model's own. It is a patch of both model runners; not needed once
 `test_scores_are_those_of_the_temperature_of_each_call` passes without it.
+
+**Memory that sleeps** is mapped before it is freed (`map_on_free`). vLLM unmaps sleeping memory, and its C code unmaps
+whatever is freed. An engine that is shut down in its sleep, because the run was ended during a step, so printed "CUDA
+Error: invalid argument at .../cumem_allocator.cpp" for each allocation. vLLM leaves such memory out on ROCm only
+(`CuMemAllocator._python_free_callback`). Mapping one allocation at a time needs no more memory than the largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,3 +119,29 @@ def _without_adapters(heads: list[Any]) -> Iterator[None]:
     yield
     for head, wrapper in zip(heads, kept, strict=True):
         head.punica_wrapper = wrapper
+
+
+class MappedOnFree(dict[int, Any]):
+    """vLLM's table of allocations by address, from which its free callback takes those that are to be unmapped."""
+
+    def __init__(self, allocations: Mapping[int, Any], map_memory: Callable[[Any], None]) -> None:
+        super().__init__(allocations)
+        self._map_memory = map_memory
+
+    def pop(self, address: int) -> Any:  # type: ignore[override]  # vLLM gives no default
+        """Remove an allocation and return it, mapped."""
+        allocation = super().pop(address)
+        if allocation.is_asleep:
+            self._map_memory(allocation.handle)
+            allocation.is_asleep = False
+        return allocation
+
+
+def map_on_free() -> None:
+    """Apply the patch in a worker, if it has such pools."""
+    from vllm.device_allocator import cumem
+    from vllm.platforms import current_platform
+
+    allocator = cumem.CuMemAllocator.instance
+    if allocator is not None and current_platform.is_cuda():
+        allocator.pointer_to_data = MappedOnFree(allocator.pointer_to_data, cumem.create_and_map)
