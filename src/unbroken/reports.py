@@ -26,7 +26,7 @@ _GAP = "  "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ReportTable:
     """Rows of texts, each of which may be from outside. The first text of a row is its name."""
 
     title: str = ""
@@ -99,7 +99,7 @@ class Report:
     title: str
     conclusions: Sequence[str]
     """Sentences; they may hold text from outside."""
-    tables: Sequence[Table]
+    tables: Sequence[ReportTable]
     values: Any
     """All numbers, of types that JSON has."""
 

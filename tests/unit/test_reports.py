@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.reports import Report, Table, write_file
+from unbroken.reports import Report, ReportTable, write_file
 
-NUMBERS = Table(
+NUMBERS = ReportTable(
     title="two models",
     columns=("", "A of a long name", "B"),
     rows=[("reward", "0.5 [0.4, 0.6]", "1"), ("seconds", "12", "")],
@@ -18,7 +18,7 @@ NUMBERS = Table(
 
 
 def test_a_report_is_its_title_its_conclusions_and_its_tables():
-    words = Table(rows=[("template", "append-only", "keeps the history"), ("drift", "none")])
+    words = ReportTable(rows=[("template", "append-only", "keeps the history"), ("drift", "none")])
     report = Report(title="unbroken try", conclusions=["All is well."], tables=[NUMBERS, words], values={"reward": 0.5})
     assert report.to_text() == (
         "unbroken try\n\nAll is well.\n\n"
@@ -43,14 +43,14 @@ def test_columns_that_do_not_fit_stand_in_blocks_each_with_the_names_of_the_rows
 
 def test_text_from_outside_stays_on_its_line_and_moves_no_cursor():
     bad = "a\x1b[2J\nb"
-    table = Table(columns=("", bad), rows=[(bad, bad)])
-    report = Report(title=bad, conclusions=[bad], tables=[table, Table(rows=[(bad, bad)])], values=None)
+    table = ReportTable(columns=("", bad), rows=[(bad, bad)])
+    report = Report(title=bad, conclusions=[bad], tables=[table, ReportTable(rows=[(bad, bad)])], values=None)
     assert all(line.isprintable() for line in report.to_text().splitlines())
     assert report.to_text().count("a\\x1b[2J\\nb") == 7
 
 
 def test_a_bar_in_a_cell_ends_no_cell_of_markdown():
-    table = Table(columns=("name", "value"), rows=[("a|b", "c\nd")])
+    table = ReportTable(columns=("name", "value"), rows=[("a|b", "c\nd")])
     assert table.to_markdown() == "| name | value |\n|---|---|\n| a\\|b | c d |\n"
 
 

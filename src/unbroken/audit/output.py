@@ -15,7 +15,7 @@ from unbroken.audit.report import (
     TurnEndFinding,
     Verdict,
 )
-from unbroken.reports import Report, Table, format_percent, make_printable, shorten
+from unbroken.reports import Report, ReportTable, format_percent, make_printable, shorten
 from unbroken.viewer.reports import render_page
 
 _MAX_TOKENS_SHOWN = 9
@@ -46,7 +46,7 @@ def make_report(report: AuditReport) -> Report:
     return Report(
         title=f"unbroken audit  {report.about.name}",
         conclusions=[report.sentence, report.action],
-        tables=[Table(rows=[(label, *lines) for label, lines in _make_rows(report)])],
+        tables=[ReportTable(rows=[(label, *lines) for label, lines in _make_rows(report)])],
         values=report.to_json(),
     )
 

@@ -10,7 +10,7 @@ from unbroken.audit.process import run_in_process
 from unbroken.audit.report import KIND_WORDS, LIMITS, TRAIT_WORDS, AuditReport, Trait
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.limited_process import ProcessLimits
-from unbroken.reports import Table
+from unbroken.reports import ReportTable
 
 _LIMITS = LIMITS | {Trait.REFUSES_SYSTEM, Trait.DROPS_SYSTEM}
 _HEAD = """\
@@ -93,7 +93,7 @@ def make_table(
         wrong=sum(r.fuzz.num_wrong for r in reports),
     )
     rows = [(", ".join(f"`{name}`" for name in names), *cells) for (_, *cells), names in names_of.items()]
-    return head + Table(columns=_COLUMNS, rows=rows).to_markdown()
+    return head + ReportTable(columns=_COLUMNS, rows=rows).to_markdown()
 
 
 def _make_cells(report: AuditReport) -> list[str]:

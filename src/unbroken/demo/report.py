@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.demo.lookup import JsonStyle
-from unbroken.reports import Report, Table, format_percent, write_file
+from unbroken.reports import Report, ReportTable, format_percent, write_file
 from unbroken.retokenising.changes import Cause
 from unbroken.training.metrics.mismatch import Mismatch
 from unbroken.viewer.reports import SideBySide, render_page
@@ -94,7 +94,7 @@ def make_report(result: DemoResult) -> Report:
         f"success at temperature 1: {result.success_before:.2f} -> {result.success_after:.2f} "
         f"in {result.steps} GRPO steps, {result.rollouts:,} rollouts, {result.seconds:.0f} s"
     )
-    table = Table(
+    table = ReportTable(
         title="the same rollouts as sampled, and decoded, rendered, retokenised",
         columns=("", "rollouts", "other ids", "off > 20 %", "k3", "max diff"),
         rows=[

@@ -23,7 +23,7 @@ from rich.console import Console
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.model_source import check_model_source
 from unbroken.rendering.base import Renderer
-from unbroken.reports import Report, Table, format_json, write_file
+from unbroken.reports import Report, ReportTable, format_json, write_file
 from unbroken.retokenising.comparison import TemplateTexts
 from unbroken.retokenising.records import summarize_retokenised
 from unbroken.runs.collector import EvaluationSet
@@ -486,7 +486,7 @@ def make_report(found: Mapping[str, Any]) -> Report:
     )
 
 
-def _tabulate(found: Mapping[str, Any], name: str) -> Table:
+def _tabulate(found: Mapping[str, Any], name: str) -> ReportTable:
     """The table of a set of problems: a column for each model, and one for each difference from the first."""
     letters = {each["model"]: chr(ord("A") + k) if k < 26 else str(k) for k, each in enumerate(found["models"])}
     columns = [(f"{letters[each['model']]} {each['model']}", each["sets"][name]) for each in found["models"]]
@@ -496,7 +496,7 @@ def _tabulate(found: Mapping[str, Any], name: str) -> Table:
     rows = [(row, *(of_column.get(row, "") for of_column in cells)) for row in _merge_names(cells)]
     first = found["models"][0]["sets"][name]
     title = f"{name}: {first['num_problems']} problems x {first['num_samples']}"
-    return Table(title=title, columns=("", *(column for column, _ in columns)), rows=rows)
+    return ReportTable(title=title, columns=("", *(column for column, _ in columns)), rows=rows)
 
 
 def _describe_column(found: Mapping[str, Any]) -> dict[str, str]:

@@ -43,7 +43,7 @@ from unbroken.exactness import BLOCK, ModuleOutputs, fix_rotary
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
-from unbroken.reports import Report, Table, format_percent
+from unbroken.reports import Report, ReportTable, format_percent
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.models import load_model, prepare_model
@@ -191,12 +191,12 @@ def make_report(reports: Sequence[NumericsReport]) -> Report:
     return Report(
         title="unbroken numerics",
         conclusions=[f"verdict: {verdict}", *sorted({report.subject for report in measured})],
-        tables=[_tabulate(measured), Table(rows=words)],
+        tables=[_tabulate(measured), ReportTable(rows=words)],
         values=[asdict(report) for report in reports],
     )
 
 
-def _tabulate(reports: Sequence[NumericsReport]) -> Table:
+def _tabulate(reports: Sequence[NumericsReport]) -> ReportTable:
     rows = [
         (
             f"{report.numerics:6}{way}",
@@ -208,7 +208,7 @@ def _tabulate(reports: Sequence[NumericsReport]) -> Table:
         for report in reports
         for way, found in report.ways.items()
     ]
-    return Table(columns=("sampled", "tokens", "equal", "largest difference", "k3"), rows=rows)
+    return ReportTable(columns=("sampled", "tokens", "equal", "largest difference", "k3"), rows=rows)
 
 
 def _measure_apart(comparison: Comparison, numerics: Numerics) -> NumericsReport:
