@@ -34,7 +34,7 @@ def add_new_parser(commands: Any) -> None:
     new.add_argument(
         "--model", metavar="MODEL", help="a model's folder or a hub's name (default: a tiny one is made, in a minute)"
     )
-    new.set_defaults(run=_run_new)
+    new.set_defaults(run=_run_new, advice="; nothing was written")
 
 
 def _run_new(arguments: argparse.Namespace) -> int:
@@ -43,12 +43,10 @@ def _run_new(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a task needs the train extra", "train") from error
 
-    def work() -> None:
-        files = write_task(arguments.folder, arguments.model)
-        print(f"{arguments.folder}: {', '.join(files)}")
-        print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml")
-
-    return run_command(work, advice="nothing was written")
+    files = write_task(arguments.folder, arguments.model)
+    print(f"{arguments.folder}: {', '.join(files)}")
+    print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml")
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

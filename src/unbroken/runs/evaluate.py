@@ -244,7 +244,7 @@ def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None =
         if folder.is_dir():
             checkpoint = find_checkpoint(folder)
             origin = read_state(checkpoint).state.model
-            source = tokenizer or ("" if origin is None else origin.source)
+            source = tokenizer or origin.source
             return EvaluatedModel(name=name, folder=checkpoint, is_checkpoint=True, source=source)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
@@ -452,7 +452,7 @@ async def _open_engine(
     if model.is_checkpoint and model.folder is not None:
         source = stack.enter_context(tempfile.TemporaryDirectory(prefix=".model-", dir=config.output))
         origin = read_state(model.folder).state.model
-        form = make_form(merged=origin is not None and origin.adapter is not None, dtype=None)
+        form = make_form(merged=origin.adapter is not None, dtype=None)
         export_checkpoint(model.folder, Path(source), form=form, source=model.source or None)
     loaded = None
     if config.engine.kind is EngineKind.EMBEDDED:
