@@ -24,9 +24,10 @@ from unbroken.runs.diagnosis.evidence import read_steps
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.export.kept import FINAL
 from unbroken.runs.python_files import GIVEN, given_objects
-from unbroken.runs.recipe import load_recipe, run_recipe
+from unbroken.runs.recipe import load_recipe
 from unbroken.runs.records.files import FOLDER, find_conversation, find_records, join_texts, read_records
 from unbroken.runs.settings import read_table
+from unbroken.runs.training import run_recipe
 from unbroken.viewer.reports import render_page
 
 _NUM_SHOWN = 6

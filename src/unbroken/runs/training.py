@@ -1,25 +1,149 @@
-"""`train_model`, which recipes call: a recipe brings the model and the problems.
+"""Run a recipe, and `train_model`, which it calls: a recipe brings the model and the problems.
+
+    unbroken train      run_recipe ──────────► Recipe.run ──► train_model ──► a run (`runs.run`)
+    unbroken eval       run_without_training ► Recipe.run ──► train_model ──► OpenRecipe.evaluate
+    a sampler           run_sampler ─────────► Recipe.run ──► train_model ──► samples for the trainer
+    a script                                                  train_model ──► a run
 
 torch and transformers are loaded by the call, not with this module: a mistake in a recipe's options costs no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rendering.base import Renderer
+from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems
 from unbroken.runs.config import RunConfig
-from unbroken.runs.recipe import NotTrained, open_recipe
+from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
+from unbroken.runs.process_file import record_process
+from unbroken.runs.processes import end_together, main_process_first
+from unbroken.runs.recipe import Recipe, load_recipe
+from unbroken.runs.settings import describe
+from unbroken.runs.signals import run_until_terminated
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from unbroken.training.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerRole:
+    """What a sampler is, and for whom."""
+
+    name: str
+    address: tuple[str, int]
+    """Of the trainer's process."""
+    key: str = field(repr=False)
+    wait_s: float
+    """How long the trainer's process may take to answer."""
+    ends_with_parent: bool = False
+
+
+class NotTrained(BaseException):
+    """`train_model` has sampled for a trainer, which ended, or evaluated: the recipe's code after it is not run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRecipe:
+    """The recipe that this process runs."""
+
+    name: str
+    words: Sequence[str]
+    """Of a command line that opens it again."""
+    code: str = ""
+    """The Python file, if it is the user's own."""
+    sampler: SamplerRole | None = None
+    """None in a trainer's process."""
+    evaluate: Callable[..., Coroutine[Any, Any, None]] | None = None
+    """With `unbroken eval`: called in the place of training, with the arguments of `train_model`."""
+    preflight: bool = True
+    """Whether a few rollouts are sampled and shown before a run begins (`runs.preflight`)."""
+
+
+open_recipe: ContextVar[OpenRecipe | None] = ContextVar("open_recipe", default=None)
+"""None in a script that calls `train_model` itself."""
+
+
+def run_recipe(
+    recipe: Recipe,
+    options: Sequence[str] = (),
+    *,
+    words: Sequence[str] = (),
+    digests: Mapping[str, str] | None = None,
+    preflight: bool = True,
+) -> None:
+    """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder.
+
+    `words` open the recipe again in a sampler's process; without them there are no samplers. `digests` are of what
+    belongs to the run and is in no file, by names that stay the same. With `preflight`, a run that begins samples a few
+    rollouts first, and shows what they say.
+
+    Raises:
+        InvalidInputError: an option, or what the recipe names, is wrong, or the folder is another run's.
+        Terminated: SIGTERM came; engines and files are closed.
+    """
+    config = recipe.configure(options)
+    with ExitStack() as stack:
+        opened = OpenRecipe(name=recipe.name, words=words, code=recipe.code, preflight=preflight)
+        stack.callback(open_recipe.reset, open_recipe.set(opened))
+        with main_process_first() as is_first:
+            if is_first:
+                stack.enter_context(lock_folder(config.output))
+            settings = describe(config)
+            files = digest_files(settings, code=recipe.code) | dict(digests or {})
+            claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
+            if is_first:
+                stack.enter_context(record_process(config.output))
+        try:
+            run_until_terminated(end_together(recipe.run(config)))
+        except Exception as error:
+            _explain_failure(error, config.output / TRACEBACK)
+            raise
+
+
+def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) -> None:
+    """Run a recipe as a sampler of the trainer that runs it, until that trainer ends.
+
+    The folder of the run is not claimed: `train_model` samples instead of training.
+
+    Raises:
+        InvalidInputError: the recipe or an option is wrong, or another one than the trainer's.
+        RolloutError: the trainer does not answer.
+        Terminated: SIGTERM came, and the rest is for other samplers.
+    """
+    recipe = load_recipe(path)
+    config = recipe.configure(options)
+    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, sampler=role)
+    run_without_training(recipe, config, opened, run=asyncio.run if role.ends_with_parent else run_until_terminated)
+
+
+def run_without_training(
+    recipe: Recipe, config: RunConfig, opened: OpenRecipe, *, run: Callable[..., Any] = run_until_terminated
+) -> None:
+    """Run a recipe whose `train_model` samples or evaluates; raises `InvalidInputError` if it is not called."""
+    before = open_recipe.set(opened)
+    try:
+        run(recipe.run(config))
+    except NotTrained:
+        return
+    finally:
+        open_recipe.reset(before)
+    raise InvalidInputError(
+        f"{recipe.name} must call train_model, which samples in a sampler and evaluates in `unbroken eval`, and has not"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +203,19 @@ async def train_model(
         config, model=model, train_on=train_on, sets=sets, accelerator=accelerator, curriculum=curriculum
     )
     return TrainedRun(model=done.model, trainer=done.trainer, renderer=done.sampler.renderer, rollouts=rollouts)
+
+
+def _explain_failure(error: Exception, path: Path) -> None:
+    """Write the traceback of a failure in the user's own code into a file, and name the file.
+
+    Raises:
+        InvalidInputError: the exception is none of ours.
+    """
+    if not (frames := format_frames(error)):
+        return
+    with suppress(OSError):
+        with open_private(path, "wb") as file:
+            file.write("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
+        print(f"unbroken: the whole traceback of the next error is in {path}", file=sys.stderr)
+    if not isinstance(error, UnbrokenError) and format_frames(error, raised_there=True):
+        raise InvalidInputError(f"the run's own code failed with {format_error(error)}{frames}") from error

@@ -34,7 +34,6 @@ from torch.profiler import record_function
 from unbroken.counters import Counters, Event
 from unbroken.errors import EngineError, RolloutError
 from unbroken.rollout.failures import format_error, format_frames
-from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, Track
 from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
 from unbroken.training.config import LoopConfig
@@ -123,7 +122,7 @@ class StepRunner:
         with record_function("rollouts"):
             groups = await self._take_groups(step)
         self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
-        await check_some_succeeded(groups.sampled, step, self.trainer, self.observer)
+        await self._check_some_succeeded(groups)
         with record_function("train"):
             # Raises the version, if there was anything to train on. No name keeps the rows beyond the update.
             await self._update(groups, await self._make_units(groups))
@@ -167,6 +166,25 @@ class StepRunner:
                 return groups
             await self._recover()
         raise self.outages.make_final_error(lost) from lost
+
+    async def _check_some_succeeded(self, groups: StepGroups) -> None:
+        """Warn of failed rollouts; raise if all of all processes failed, or such a run would silently train nothing."""
+        num_rollouts = sum(len(group.trajectories) for group in groups.sampled)
+        failed = [each.error for group in groups.sampled for each in group.trajectories if each.error is not None]
+        first_here = format_error(failed[0]) + format_frames(failed[0]) if failed else None
+        everyone = await from_all_processes(self.trainer, (num_rollouts, len(failed), first_here))
+        rollouts, failures, firsts = zip(*everyone, strict=True)
+        if sum(failures) == 0:
+            return
+        first = next(words for words in firsts if words is not None)
+        if sum(failures) == sum(rollouts):
+            cause = failed[0] if failed else None
+            raise RolloutError(
+                f"all {sum(failures)} rollouts of step {groups.step} failed, the first with {first}"
+            ) from cause
+        if self.trainer.is_main_process:
+            share = f"{sum(failures)} of {sum(rollouts)} rollouts of step {groups.step} failed"
+            self.observer.warn(f"{share}, the first with {first}")
 
     async def _make_units(self, groups: StepGroups) -> _StepUnits:
         """Make units of the groups, and the metrics of all processes' rollouts.
@@ -414,23 +432,3 @@ class StepRunner:
             f"LoopConfig.max_empty_steps ({self.config.max_empty_steps}) is how many such steps a run may make; with "
             "none it continues (--loop.max-empty-steps none)"
         )
-
-
-async def check_some_succeeded(
-    groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer, observer: RunObserver
-) -> None:
-    """Warn of failed rollouts; raise if those of all processes failed, or such a run would silently train nothing."""
-    num_rollouts = sum(len(group.trajectories) for group in groups)
-    failed = [each.error for group in groups for each in group.trajectories if each.error is not None]
-    first_here = format_error(failed[0]) + format_frames(failed[0]) if failed else None
-    everyone = await from_all_processes(trainer, (num_rollouts, len(failed), first_here))
-    rollouts, failures, firsts = zip(*everyone, strict=True)
-    if sum(failures) == 0:
-        return
-    first = next(words for words in firsts if words is not None)
-    if sum(failures) == sum(rollouts):
-        cause = failed[0] if failed else None
-        raise RolloutError(f"all {sum(failures)} rollouts of step {step} failed, the first with {first}") from cause
-    if trainer.is_main_process:
-        share = f"{sum(failures)} of {sum(rollouts)} rollouts of step {step} failed"
-        observer.warn(f"{share}, the first with {first}")

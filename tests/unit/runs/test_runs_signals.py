@@ -6,6 +6,11 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+from unbroken.cli import main
+from unbroken.runs.signals import Terminated
+
 RUN = """
 import asyncio, os, signal, sys, threading, time
 from unbroken.runs import signals
@@ -48,3 +53,15 @@ def test_an_engine_is_closed_before_the_process_ends():
 
 def test_a_thread_that_waits_forever_holds_nothing_up():
     assert run_and_terminate(step_s=600) == (143, "closed\n")
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "words"), [(KeyboardInterrupt(), 130, "interrupted"), (Terminated(), 143, "terminated")]
+)
+def test_a_command_that_is_ended_says_so_and_what_is_kept(monkeypatch, capsys, ending, status, words):
+    def end(folder):
+        raise ending
+
+    monkeypatch.setattr("unbroken.runs.diagnosis.diary.diagnose_folder", end)
+    assert main(["doctor", "runs/sums"]) == status
+    assert capsys.readouterr().err == f"unbroken: {words}; nothing was written\n"
