@@ -106,14 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnbrokenError as error:
         print(f"unbroken: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"unbroken: interrupted{arguments.advice}", file=sys.stderr)
-        return INTERRUPTED
-    except Terminated:
-        print(f"unbroken: terminated{arguments.advice}", file=sys.stderr)
-        return TERMINATED
+    except (KeyboardInterrupt, Terminated) as ending:
+        return _report_ending(ending, arguments.advice)
     except BrokenPipeError:
         return _drop_output()
+
+
+def _report_ending(ending: KeyboardInterrupt | Terminated, advice: str) -> int:
+    """Say how a command was ended, and what is kept; returns the exit status."""
+    how, status = ("terminated", TERMINATED) if isinstance(ending, Terminated) else ("interrupted", INTERRUPTED)
+    print(f"unbroken: {how}{advice}", file=sys.stderr)
+    return status
 
 
 def _drop_output() -> int:

@@ -409,8 +409,8 @@ def _check_task(path: Path) -> None:
         from unbroken.runs.run import check_without_training
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a task needs the train extra", "train") from error
-    from unbroken.runs.recipe import load_recipe
-    from unbroken.runs.training import OpenRecipe, run_without_training
+    from unbroken.runs.recipe import OpenRecipe, load_recipe
+    from unbroken.runs.training import run_without_training
 
     recipe = load_recipe(path)
     config = recipe.configure(())
@@ -478,7 +478,7 @@ def run_sampler(arguments: argparse.Namespace) -> int:
         leave_end_to_parent()
     try:
         from unbroken.runs.config import parse_address, read_key
-        from unbroken.runs.training import SamplerRole
+        from unbroken.runs.recipe import SamplerRole
         from unbroken.runs.training import run_sampler as run
 
         key = read_key(arguments.key_file, field="--key-file") or own_key

@@ -43,10 +43,10 @@ from unbroken.runs.folder import (
 )
 from unbroken.runs.process_file import PROCESS_FILE, record_process
 from unbroken.runs.processes import Rank, join_processes
-from unbroken.runs.recipe import Recipe, load_recipe
+from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe
 from unbroken.runs.records.files import MAX_LINES, find_records, read_records
 from unbroken.runs.settings import build, describe, read_options
-from unbroken.runs.training import OpenRecipe, run_without_training
+from unbroken.runs.training import run_without_training
 from unbroken.training.outages import Outages
 from unbroken.types import Numerics
 from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file

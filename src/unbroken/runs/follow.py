@@ -28,9 +28,9 @@ from unbroken.runs.evaluation.evaluator import Evaluator, read_evaluations
 from unbroken.runs.evaluation.schedule import format_numbers, make_evaluators
 from unbroken.runs.folder import FOLLOWER, find_state, lock_folder, may_change, read_recipe
 from unbroken.runs.processes import Rank, join_processes
-from unbroken.runs.recipe import Recipe, load_recipe
+from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe
 from unbroken.runs.settings import build, read_described, read_options
-from unbroken.runs.training import OpenRecipe, run_without_training
+from unbroken.runs.training import run_without_training
 from unbroken.training.checkpoints import find_checkpoints
 from unbroken.training.outages import Outages
 

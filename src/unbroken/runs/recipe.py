@@ -15,6 +15,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +55,44 @@ class Recipe:
             config: RunConfig = build(self.section, values)
         mistakes.raise_all()
         return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerRole:
+    """What a sampler is, and for whom."""
+
+    name: str
+    address: tuple[str, int]
+    """Of the trainer's process."""
+    key: str = field(repr=False)
+    wait_s: float
+    """How long the trainer's process may take to answer."""
+    ends_with_parent: bool = False
+
+
+class NotTrained(BaseException):
+    """`train_model` has sampled for a trainer, which ended, or evaluated: the recipe's code after it is not run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRecipe:
+    """The recipe that this process runs."""
+
+    name: str
+    words: Sequence[str]
+    """Of a command line that opens it again."""
+    code: str = ""
+    """The Python file, if it is the user's own."""
+    sampler: SamplerRole | None = None
+    """None in a trainer's process."""
+    evaluate: Callable[..., Coroutine[Any, Any, None]] | None = None
+    """With `unbroken eval`: called in the place of training, with the arguments of `train_model`."""
+    preflight: bool = True
+    """Whether a few rollouts are sampled and shown before a run begins (`runs.preflight`)."""
+
+
+open_recipe: ContextVar[OpenRecipe | None] = ContextVar("open_recipe", default=None)
+"""None in a script that calls `train_model` itself."""
 
 
 def load_recipe(path: Path | None) -> Recipe:

@@ -48,11 +48,11 @@ from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.profiler import FOLDER as PROFILES
 from unbroken.runs.profiler import StepProfiler, parse_steps
 from unbroken.runs.python_files import load_function
+from unbroken.runs.recipe import open_recipe
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.settings import describe
-from unbroken.runs.training import open_recipe
 from unbroken.threads import keep_loop_responsive
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints

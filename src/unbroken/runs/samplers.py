@@ -50,8 +50,8 @@ from unbroken.runs.models import (
     locate,
 )
 from unbroken.runs.processes import SAMPLER_KEY, Rank, without_launcher
+from unbroken.runs.recipe import OpenRecipe, SamplerRole, open_recipe
 from unbroken.runs.settings import describe
-from unbroken.runs.training import OpenRecipe, SamplerRole, open_recipe
 from unbroken.training.waits import log_waiting
 from unbroken.types import SamplingParams
 

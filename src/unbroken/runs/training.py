@@ -13,10 +13,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from unbroken.runs.config import RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
 from unbroken.runs.process_file import record_process
 from unbroken.runs.processes import end_together, main_process_first
-from unbroken.runs.recipe import Recipe, load_recipe
+from unbroken.runs.recipe import NotTrained, OpenRecipe, Recipe, SamplerRole, load_recipe, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import run_until_terminated
 
@@ -37,44 +36,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from unbroken.training.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerRole:
-    """What a sampler is, and for whom."""
-
-    name: str
-    address: tuple[str, int]
-    """Of the trainer's process."""
-    key: str = field(repr=False)
-    wait_s: float
-    """How long the trainer's process may take to answer."""
-    ends_with_parent: bool = False
-
-
-class NotTrained(BaseException):
-    """`train_model` has sampled for a trainer, which ended, or evaluated: the recipe's code after it is not run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRecipe:
-    """The recipe that this process runs."""
-
-    name: str
-    words: Sequence[str]
-    """Of a command line that opens it again."""
-    code: str = ""
-    """The Python file, if it is the user's own."""
-    sampler: SamplerRole | None = None
-    """None in a trainer's process."""
-    evaluate: Callable[..., Coroutine[Any, Any, None]] | None = None
-    """With `unbroken eval`: called in the place of training, with the arguments of `train_model`."""
-    preflight: bool = True
-    """Whether a few rollouts are sampled and shown before a run begins (`runs.preflight`)."""
-
-
-open_recipe: ContextVar[OpenRecipe | None] = ContextVar("open_recipe", default=None)
-"""None in a script that calls `train_model` itself."""
 
 
 def run_recipe(

@@ -54,6 +54,7 @@ from unbroken.training.step_metrics import (
 )
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together, from_all_processes, in_any_process, log_waiting, raise_together
+from unbroken.types import TrainingSample
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.sources import WeightStream
 
@@ -64,8 +65,8 @@ class _StepUnits:
 
     units: Sequence[Any]
     """Of the groups that are trained on; `Objective.get_rows` has the rows of each."""
-    replaced: Sequence[Any]
-    """Units of groups that were replaced by others. They are not trained on."""
+    untrained: Sequence[Sequence[TrainingSample]]
+    """Rows that are not trained on: of each rollout without gradient, and of each of a group that was replaced."""
     counters: Counters
     """Of this process's rollouts, and of what is not trained on, by reason."""
     metrics: Metrics
@@ -201,14 +202,17 @@ class StepRunner:
                 units = await trainer.make_units(groups.groups, counters)
                 if self.config.replaces_groups:
                     replaced = await trainer.make_units(groups.replaced, counters)
+        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
+        untrained = [rows for unit in units if (rows := get_idle(unit))]
+        untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
         # `make_units` has counted the units that have no rows. Of a replaced group the others are left out here.
-        num_left_out = sum(bool(trainer.objective.get_rows(unit)) for unit in replaced)
+        num_left_out = sum(bool(get_rows(unit)) for unit in replaced)
         counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_left_out)
         with log.span("metrics"):
             numbers = RolloutNumbers.of(groups.groups, counters, replaced=groups.replaced)
             everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
             found = {**rollout_metrics(everyone, collect_s=sampling_s), **trainer.objective.get_metrics(units)}
-        return _StepUnits(units=units, replaced=replaced, counters=counters, metrics=found)
+        return _StepUnits(units=units, untrained=untrained, counters=counters, metrics=found)
 
     async def _update(self, groups: StepGroups, made: _StepUnits) -> None:
         """Update the weights, unless no process has a row to train.
@@ -218,8 +222,7 @@ class StepRunner:
         no rewards, so none of its rows would be trained on, and none compared.
         """
         trainer, log, num_scored = self.trainer, self.log, self.config.num_zero_variance_scored
-        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
-        num_trained = sum(bool(get_rows(unit)) for unit in made.units)
+        num_trained = sum(bool(trainer.objective.get_rows(unit)) for unit in made.units)
         is_trained = await in_any_process(trainer, num_trained > 0)
         if is_trained and self.observer.before_update is not None:
             with log.span("sleep"):  # what `before_update` does: an engine sleeps, and lends the trainer its memory
@@ -231,10 +234,8 @@ class StepRunner:
         with log.span("records"):
             await self.observer.on_rollouts(rollouts)
         if is_trained:
-            untrained = [rows for unit in made.units if (rows := get_idle(unit))]
-            untrained += [rows for unit in made.replaced if (rows := get_idle(unit) or get_rows(unit))]
             with log.span("score"):
-                scored = await asyncio.to_thread(compare_zero_variance, trainer, untrained, num_scored=num_scored)
+                scored = await asyncio.to_thread(compare_zero_variance, trainer, made.untrained, num_scored=num_scored)
             with self.timeline.span("train", units=num_trained):
                 trained = step_metrics(await asyncio.to_thread(trainer.step, made.units))
             trained = {**trained, **scored.get_metrics(trained)}

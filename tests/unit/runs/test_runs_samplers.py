@@ -26,9 +26,10 @@ from unbroken.errors import InvalidInputError, ToolsNotShownError
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineConfig, RendererConfig, RolloutConfig, RunConfig
 from unbroken.runs.python_files import FunctionName
+from unbroken.runs.recipe import OpenRecipe
 from unbroken.runs.records.files import find_records, read_records
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
-from unbroken.runs.training import OpenRecipe, train_model
+from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig
 
 ONE, TWO = "--rollouts.samplers=1", "--rollouts.samplers=2"
