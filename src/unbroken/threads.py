@@ -184,7 +184,7 @@ async def run_in_daemon_thread(function: Callable[[], T]) -> T:
 class LoopThread:
     """An event loop in a daemon thread. Tasks keep running between two calls of `run`.
 
-    For synchronous code, and for what must go on while the main loop is blocked.
+    For synchronous code, and for what must run while the main loop is blocked.
     """
 
     def __init__(self) -> None:

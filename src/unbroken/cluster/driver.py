@@ -90,7 +90,7 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """The type of an error of Ray and the first line of its text, which may go on with a traceback."""
+    """The type of an error of Ray and the first line of its text, which may continue with a traceback."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

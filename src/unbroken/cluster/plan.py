@@ -1,7 +1,7 @@
 """The parts of a run on several machines: which commands they are, what they need, and what cannot be.
 
 recipe.toml --trainers 2x8 --engines 12 --engine.tp 2 --gateways 4
-    trainers-0, trainers-1     8 processes each of `unbroken train recipe.toml`, on a node of their own
+    trainers-0, trainers-1     8 processes each of `unbroken train recipe.toml`, a node each
     engine-0 .. engine-11      `unbroken serve MODEL`, 2 GPUs each
     gateway-0 .. gateway-3     `unbroken gateway`
 """

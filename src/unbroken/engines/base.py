@@ -1,6 +1,6 @@
 """The Engine protocol: ids in, ids and their logprobs out. Nothing here knows text.
 
-`Engine` is what every engine does. What only some do are protocols of their own, found by `isinstance`:
+`Engine` is what every engine does. What only some do are separate protocols, found by `isinstance`:
 
     StreamingEngine  ScoringEngine  AdapterEngine       streams, scores, loads adapters
     PausableEngine ── UpdatableEngine ── SleepingEngine  pauses, takes new weights, gives its memory back

@@ -285,7 +285,7 @@ class ScriptedEngine:
         check_can_finish(in_flight, paused=self._paused)
         began = time.perf_counter()
         weights: list[tuple[str, Any]] = []
-        if isinstance(source, TensorSource):  # without a thread, so that no ids are sampled meanwhile
+        if isinstance(source, TensorSource):  # without a thread, so that no ids are sampled before it ends
             weights = list(source.tensors)
         elif isinstance(source, SharedSource):
             weights = await asyncio.to_thread(lambda: list(source.read("cpu")))

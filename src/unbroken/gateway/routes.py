@@ -117,7 +117,7 @@ async def get_samples(session_id: str, request: Request, advantage: float | None
     used = advantage if advantage is not None else (0.0 if reward is None else float(reward))
     if not abs(used) <= _MAX_REWARD:
         raise HttpError(400, f"advantage must be finite in float32, got {used}", param="advantage")
-    tree = state.tree.copy()  # turns may be recorded meanwhile
+    tree = state.tree.copy()  # turns may be recorded while it is read
     samples = await get_context(request).run_in_text_thread(lambda: export_samples(tree, used))
     value = {"session_id": session_id, "reward": reward, "samples": [_format_sample(sample) for sample in samples]}
     return negotiated_response(request, value)

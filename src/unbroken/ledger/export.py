@@ -27,7 +27,7 @@ from unbroken.types import BoolMask, TrainingSample
 
 
 def export_samples(tree: TokenTree, advantage: float | Mapping[int, float]) -> list[TrainingSample]:
-    """Export one row per leaf that has sampled ids of its own, in the order in which the leaves were added.
+    """Export one row per leaf that has sampled ids that no other leaf has, in the order in which the leaves were added.
 
     If these ids have several temperatures there is a row for each, in the order in which the temperatures appear.
 

@@ -1,7 +1,7 @@
 """Whether a message that an agent sends back is one that is recorded.
 
 Agents send the whole conversation with every request, and spell it anew: without the reasoning, with other white space,
-with arguments written differently, under call ids of their own. Such differences are tolerated by rules with names;
+with arguments written differently, under other call ids. Such differences are tolerated by rules with names;
 any other makes it another message. What is recorded stays as it is: a match only selects.
 
 Given messages (from the agent: system, user, tool) must be equal, but for forms that mean the same. Replies (sampled by
@@ -335,7 +335,7 @@ def _read_content(message: Message) -> Any:
 def _list_other_fields(message: Message, extra: Mapping[str, Any], answers: tuple[int, int] | None) -> list[Any]:
     """What else of a message has to be the same: of a reply neither reasoning nor `extra` fields."""
     role = message["role"]
-    # A result is known by the call that it answers: agents write ids of their own.
+    # A result is known by the call that it answers: agents write other ids.
     own_id = message.get("tool_call_id") if answers is None else None
     fields: list[Any] = [role, message.get("name"), answers, own_id]
     if role != "assistant":

@@ -44,8 +44,8 @@ class ForkReason(StrEnum):
     EDITED_REPLY = "edited_reply"
     """The agent sent another reply in the place of ours."""
     DROPPED_REPLY = "dropped_reply"
-    """The agent went on from an earlier message, and left out the replies after it. If it left out only what follows a
-    turn, the prompt begins with all ids of that turn."""
+    """The agent continued from an earlier message, and left out the replies after it. If it left out only what follows
+    a turn, the prompt begins with all ids of that turn."""
     FOREIGN_REPLY = "foreign_reply"
     """The agent sent an assistant message that was never sampled."""
     CHANGED_TOOLS = "changed_tools"

@@ -331,11 +331,11 @@ _Start: TypeAlias = tuple[int, ImageSpan | None]
 class _BranchIndex:
     """Where branches of a tree begin, so that a prompt is compared only with the ids that it follows.
 
-    A node's branches are the nodes attached to it. Most differ from it: after the first k ids of the node they go on
+    A node's branches are the nodes attached to it. Most differ from it: after the first k ids of the node they continue
     with another id than the node itself, with another image, or behind its end. Only one place can be continued so,
     which is the first where the prompt differs from the node, and there the branch is looked up by what the prompt has
-    next. The others begin as the node goes on (the same prompt was sampled again): they are listed, as each of them may
-    share more ids. The nodes belong to the tree, which only appends.
+    next. The others begin as the node continues (the same prompt was sampled again): they are listed, as each of them
+    may share more ids. The nodes belong to the tree, which only appends.
     """
 
     def __init__(self) -> None:

@@ -239,7 +239,7 @@ def _load_elsewhere(model: str | Path) -> TokenizerFacts | None:
 
 
 def _are_same(model: str | Path, before: _Files, now: _Files) -> bool:
-    """Whether a tokenizer was made of these files. A folder's may have changed meanwhile.
+    """Whether a tokenizer was made of these files. A folder's may have changed since.
 
     The hub's folder is that of a commit, so files were added, at most. transformers takes one that could not be loaded
     for one that is not there: the hub must have said of each whether it is.

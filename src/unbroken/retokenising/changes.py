@@ -22,7 +22,7 @@ Decode = Callable[[Sequence[int]], str]
 _WINDOW = 512
 """Ids of each sequence that are compared at a time, if that is enough."""
 _RESUMED = 32
-"""So many equal ids are a place where both sequences go on alike."""
+"""So many equal ids are a place where both sequences continue alike."""
 
 
 class IdOrigin(StrEnum):
@@ -214,7 +214,7 @@ def align(before: Sequence[int], after: Sequence[int]) -> Alignment:
 
 
 def _find_gaps(left: Sequence[int], right: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """The ranges that differ. Windows are compared up to where both go on alike: all at once takes the square."""
+    """The ranges that differ. Windows are compared up to where both continue alike: all at once takes the square."""
     i, k, size = 0, 0, _WINDOW
     while i < len(left) or k < len(right):
         is_last = max(len(left) - i, len(right) - k) <= size

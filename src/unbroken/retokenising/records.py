@@ -162,7 +162,7 @@ def _make_turns(
 ) -> list[SampledTurn]:
     """The turns of the conversation. Of one that is not in the row the message alone is known.
 
-    Where rows have messages of their own, these are those of the row; else all since the history was last rewritten.
+    Where rows have messages, these are those of the row; else all since the history was last rewritten.
     """
     turns = record["turns"]
     places = {turn_of_node.get(segment["node"]): segment for segment in row["segments"]}

@@ -41,7 +41,7 @@ class Continue:
     tool_errors: tuple[ToolStatus, ...] = ()
     """The status of each answered call that failed, for the counters."""
     reward: float | None = None
-    """The reward of the turn that this answers, if turns have rewards of their own; a finite number."""
+    """The reward of the turn that this answers, if turns have rewards; a finite number."""
     calls: tuple[CallTime, ...] = field(default=(), compare=False)
     """When each answered call ran, if that is known."""
 

@@ -28,7 +28,7 @@ def must_propagate(error: BaseException) -> bool:
 def is_connection_failure(error: BaseException) -> bool:
     """Whether an exception, or a cause of it, says that a connection failed or took too long: a later try may succeed.
 
-    Clients of HTTP raise exceptions of their own from such a cause. An `OSError` of a file is not meant: it has a name.
+    Clients of HTTP raise their own exceptions from such a cause. An `OSError` of a file is not meant: it has a name.
     """
     seen: BaseException | None = error
     while seen is not None:

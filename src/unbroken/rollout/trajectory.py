@@ -106,7 +106,7 @@ class Trajectory:
     """The whole conversation; the last messages are not always in `tree`."""
     tools: tuple[ToolSchema, ...]
     conversations: Conversations | None = None
-    """Of a session, whose branches have messages and tools of their own; `messages` and `tools` are the first one's."""
+    """Of a session, whose branches have their own messages and tools; `messages` and `tools` are the first one's."""
     status: TrajectoryStatus
     reward: float | None
     """The environment's, and those of the turns. None after an abort or a failure, and if it is unscored."""

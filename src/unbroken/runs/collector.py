@@ -192,7 +192,7 @@ class Sampler:
         return group
 
     def _derive_sampling(self, number: int) -> SamplingParams:
-        """The parameters of a problem's group, with a seed of its own."""
+        """The parameters of a problem's group, with its own seed."""
         sampling = self.sampling or self.config.sampling
         entropy = [*self.seed, number] if sampling.seed is None else [*self.seed, number, sampling.seed]
         return replace(
@@ -316,7 +316,7 @@ class Curriculum(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any], /) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         ...
 
 

@@ -292,7 +292,7 @@ def _check_no_other_files(folder: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock the file; a file that its holder removed meanwhile does not count."""
+    """Open and lock the file; a file that its holder has removed does not count."""
     while True:
         try:
             _make_folder(path.parent)

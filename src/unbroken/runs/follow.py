@@ -81,7 +81,7 @@ def follow_run(
 
 
 def _open_recipe(run: Path, options: Sequence[str], task: str | None) -> tuple[Recipe, RunConfig, Mapping[str, Any]]:
-    """The recipe of a run, its config with an engine of its own, and the run's settings of its engine.
+    """The recipe of a run, its config with another engine, and the run's settings of its engine.
 
     What may differ when a run continues is not taken from it, such as its engine and gateway: only the evaluation.
     """
@@ -225,7 +225,7 @@ class _Follower:
         return self._report(state)
 
     async def _watch(self) -> None:
-        """Take note of checkpoints while others are evaluated: some may come and go meanwhile."""
+        """Take note of checkpoints while others are evaluated: some may come and go before those are done."""
         while True:
             self._look()
             await asyncio.sleep(_POLL_S)

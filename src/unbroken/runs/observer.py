@@ -83,7 +83,7 @@ class TrainingObserver(RunObserver):
         metrics: MetricsWriter | None,
         profiler: StepProfiler,
     ) -> None:
-        """With `loop.max_staleness`, `background` is there: it evaluates while steps go on."""
+        """With `loop.max_staleness`, `background` is there: it evaluates while steps are made."""
         self.before_update = engine.before_update
         self._config = config
         self._trainer = trainer

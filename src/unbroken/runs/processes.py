@@ -36,7 +36,7 @@ _SET_BY_LAUNCHERS = (
 _LAUNCHED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Variables of which launchers, and MPI, set one for each of their processes."""
 _MEETING = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables of processes whose first one makes the store that they meet in; torchrun's agents have one of their own."""
+"""Variables of processes whose first one makes the store that they meet in; torchrun's agents have another one."""
 _ENDED = "ended"
 """What a process says that has done its work."""
 _MEET_S = 30.0

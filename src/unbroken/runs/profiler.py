@@ -83,7 +83,7 @@ def _start() -> Any:
     from torch.profiler import ProfilerActivity
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    # The trainer and the embedded engine compute in threads of their own.
+    # The trainer and the embedded engine compute in other threads.
     every_thread = _ExperimentalConfig(profile_all_threads=True)
     profile = torch.profiler.profile(activities=activities, experimental_config=every_thread)
     profile.start()

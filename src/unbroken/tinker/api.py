@@ -282,7 +282,7 @@ class TinkerApi:
         return found, await self._in_store(self._store.list_checkpoints, owner=owner, model_id=model_id)
 
     async def _explain_gone(self, model_id: str, owner: str) -> HttpError:
-        """The error for a model that is not there: why, and how to go on."""
+        """The error for a model that is not there: why, and how to continue."""
         try:
             found, saved = await self._find_facts(model_id, owner)
         except HttpError as error:
@@ -338,7 +338,7 @@ class TinkerApi:
     # Checkpoints
 
     async def save_weights(self, run: TrainingRun, body: types.SaveWeightsRequest) -> Made:
-        """Save a model with its optimizer, so that training can go on from there."""
+        """Save a model with its optimizer, so that training can continue from there."""
         return await self._save(run, "weights", body, overwrites=body.overwrite)
 
     async def _save(

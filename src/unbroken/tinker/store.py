@@ -154,7 +154,7 @@ class Checkpoint:
 
     @property
     def is_for_training(self) -> bool:
-        """Whether training can go on from it."""
+        """Whether training can continue from it."""
         return "/weights/" in self.path
 
     @property

@@ -179,7 +179,7 @@ class ParallelConfig:
     """
 
     fsdp: int = 1
-    """Processes that each hold a part of parameters, gradients and averages (FSDP2), and have rows of their own."""
+    """Processes that each hold a part of parameters, gradients and averages (FSDP2), and have different rows."""
     replicate: int = 1
     """Copies of what `fsdp` shards, such as one for each node (HSDP)."""
     tensor: int = 1
@@ -304,7 +304,7 @@ class TrainerConfig:
     logprobs of all are those before the first, so the clip bounds how far all of them go."""
     tokens_per_micro_batch: int | None = None
     """Maximum ids in one forward pass, padding included and shared ones counted once; a longer row is not cut and has a
-    pass of its own. None: 12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in
+    pass to itself. None: 12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in
     the first step beside gradients and optimizer; with `compile`, a GPU begins with 24,576, and with half for models as
     wide as 2,048 or wider. A pass that runs out of memory halves it, and the step continues (not with FSDP2, whose
     processes wait for each other in every pass)."""
@@ -317,11 +317,11 @@ class TrainerConfig:
     """With exact numerics: over how many GPUs the vLLM that samples splits the model. The trainer rounds the same parts
     of some sums. A run asks its engine."""
     warn_of_inexact: bool = False
-    """With exact numerics: warn of such a logprob, and go on; `mismatch/equal_share` counts the equal ones."""
+    """With exact numerics: warn of such a logprob, and continue; `mismatch/equal_share` counts the equal ones."""
     max_policy_k3: float | None = None
     """The largest k3 of the sampler's logprobs to the trainer's, by weights of one version, that is taken for rounding:
     above it they have two policies, which ends the run (I9). None: in a run, the bound of its arithmetic
-    (docs/engines.md); a trainer alone checks nothing. `inf` lets a run go on whatever it is."""
+    (docs/engines.md); a trainer alone checks nothing. `inf` lets a run continue whatever it is."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""

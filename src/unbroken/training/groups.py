@@ -49,7 +49,7 @@ class GroupSource(ABC):
         return None
 
     def restore_choices(self, choices: Mapping[str, Any], /) -> None:
-        """Go on from what `choices` returned.
+        """Continue from what `choices` returned.
 
         Raises:
             CheckpointError: this source does not choose.

@@ -63,7 +63,7 @@ async def train(
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
             something does not go together (`_check_run`).
-        OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to go on from.
+        OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to continue from.
         RolloutError: every rollout of a step failed, and the first one's error is its cause; or
             `config.max_empty_steps` steps in a row taught nothing.
         CheckpointError: a checkpoint cannot be written or read.

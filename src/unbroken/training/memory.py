@@ -45,7 +45,7 @@ class ModelSizes:
     vocab_size: int
     is_tied: bool
     norms_queries: bool
-    """Whether queries and keys have norms of their own."""
+    """Whether queries and keys are normalised."""
     adapter_widths: int
     """Inputs and outputs of all layers with adapters: each rank has as many parameters."""
 

@@ -316,7 +316,7 @@ def _is_interleaved(tensor: torch.Tensor) -> bool:
 
 
 def _is_of_another(name: str) -> bool:
-    """Whether a tensor is what another of as many processes has of its own."""
+    """Whether a tensor belongs to another one of as many processes alone."""
     _, _, process = name.partition(_OF_PROCESS)
     rank, _, num_processes = process.partition(" of ")
     return (

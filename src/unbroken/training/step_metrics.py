@@ -213,7 +213,7 @@ def measure_memory() -> Metrics:
 
 
 def _list_available_shares() -> Iterator[float]:
-    """The available share of the machine's memory, and of the container's where it has a bound of its own."""
+    """The available share of the machine's memory, and of the container's where it has a bound."""
     with suppress(OSError, ValueError, LookupError):
         lines = (line.split() for line in _KERNEL_MEMORY.read_text("ascii").splitlines())
         sizes = {words[0]: int(words[1]) for words in lines if len(words) > 1}

@@ -273,7 +273,7 @@ class Trainer:
 
     def copy_state(self, *, extra: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
         """Copy the trainer's whole state, and `extra`, to the CPU's memory. Returns what writes the copy into a new
-        folder, in any thread, while steps go on.
+        folder, in any thread, while steps are made.
 
         Every process calls both, the first with its own `extra`: each copies and writes its part of the tensors. Of a
         model with adapters only the adapters are copied, with a checksum of the rest. Raises as `save` does.

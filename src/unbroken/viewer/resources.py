@@ -122,7 +122,7 @@ class Resources:
             for step in steps:
                 try:
                     listed = run.read_step(step)["trajectories"]
-                except LookupError:  # it was deleted meanwhile
+                except LookupError:  # it was deleted since the list was read
                     continue
                 yield f"run/{number}/step/{step}"
                 for each in spread(listed, quota):

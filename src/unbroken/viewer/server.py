@@ -187,7 +187,7 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
         for name in ASSETS:
             (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
         for path in resources.list_paths(max_rollouts=max_rollouts):
-            with suppress(LookupError, InvalidInputError):  # a run or gateway may meanwhile delete what was listed
+            with suppress(LookupError, InvalidInputError):  # a run or gateway may delete what was listed
                 _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
                 num_files += 1
         for path in resources.list_images():

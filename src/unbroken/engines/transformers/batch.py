@@ -35,7 +35,7 @@ masks would grow with the square of its length; a pass takes fewer ids instead."
 
 _LONG_SHARE = 4
 """Beside others, a pass over a long prompt has a quarter of `MAX_MASK`. If a pass over all rows that sample would read
-more than that, those of a quarter of the longest one's length have a pass of their own."""
+more than that, those of a quarter of the longest one's length have a pass to themselves."""
 
 Decode = Callable[[list[int]], str]
 """Turns completion ids into the text in which stop strings are searched."""
@@ -319,7 +319,7 @@ class ContinuousBatch:
         return self._rows[int(slots[self._table.length[slots].argmax()])]
 
     def _fail_for_memory(self, row: Row, cause: Exception) -> None:
-        """Fail the request of a row for which memory is too small; the others go on. Raises any other cause again."""
+        """Fail the request of a row for which memory is too small; others continue. Raises any other cause again."""
         if not is_out_of_memory(cause):
             raise cause
         message = (

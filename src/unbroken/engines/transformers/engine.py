@@ -283,7 +283,7 @@ class TransformersEngine:
         their names and shapes, and then copied one by one. A stream of this process that fails in between ends the
         engine; after a sender's, it samples nothing until a whole version comes.
 
-        An adapter is merged into the weights of the start, so running requests go on with it, as with whole weights.
+        An adapter is merged into the weights of the start, so running requests continue with it, as with whole weights.
         """
         check_source(source, self.weight_sources)
         self._worker.check_health()
@@ -327,7 +327,7 @@ class TransformersEngine:
         return list(received.items())
 
     async def _load_parts(self, source: WireSource, policy_version: int, reuse_kv: bool) -> int:
-        """Load whole weights as they come; returns their version. The worker makes no steps meanwhile."""
+        """Load whole weights as they come; returns their version. The worker makes no steps while it does."""
         check_version_rises(policy_version, current=self._version_to_exceed)
         self._loader.check_kind(is_adapter=False, policy_version=self._batch.policy_version)
         try:

@@ -243,7 +243,7 @@ class SlotForward:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. On a CPU, torch's own error has no type of its own."""
+    """Whether an allocation failed. On a CPU, torch raises a plain `RuntimeError`."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
@@ -477,7 +477,7 @@ def _without_cudnn() -> Iterator[None]:
     """Keep cuDNN out of attention: it compiles a plan for each new shape, and here every step has a new one.
 
     On an H200 a plan took 15 to 60 ms, more than the rest of a step of a 0.6B model. The switch is global: other
-    threads do without cuDNN meanwhile, and compute the same.
+    threads do without cuDNN until then, and compute the same.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # an untyped corner of torch
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,4 +1,4 @@
-"""Calls of vLLM and its workers that return even if vLLM dies meanwhile; vLLM's errors become ours."""
+"""Calls of vLLM and its workers that return even if vLLM dies before they are answered; vLLM's errors become ours."""
 
 from __future__ import annotations
 

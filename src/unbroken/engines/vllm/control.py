@@ -264,7 +264,7 @@ class ControlledEngine:
         return self._begin_version(policy_version, delivery.digest, times)
 
     async def _receive_adapter(self, delivery: Delivery, policy_version: int) -> WeightReceipt:
-        """Load an adapter while requests run with theirs; they go on between its parts."""
+        """Load an adapter while requests run with theirs; they continue between its parts."""
         times = [time.perf_counter()]
         check_complete(self._incomplete)  # an adapter brings no whole weights
         async with self._between_steps():
@@ -349,7 +349,7 @@ class ControlledEngine:
         await self._calls.wait(self._llm.engine_core.pause_scheduler_async(mode, clear_cache=False))
 
     async def _continue(self, *, reuse_kv: bool) -> None:
-        """Go on with the new weights after a pause."""
+        """Continue with the new weights after a pause."""
         if not reuse_kv:
             await self._drop_all_kv()
         if self._prompts.max_images > 0:

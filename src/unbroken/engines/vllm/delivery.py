@@ -1,6 +1,6 @@
 """New weights on their way to vLLM's workers: checked by name and shape, then opened by all of them, then loaded.
 
-Workers are processes of their own, so tensors of this process are first copied to memory that workers can open, or to
+Workers are other processes, so tensors of this process are first copied to memory that workers can open, or to
 files in `transfer_dir`. Every other source goes to the workers as it is; what a sender brings is loaded as it comes.
 """
 

@@ -240,7 +240,7 @@ def _compute_rotary_here(model: Any) -> None:
 
 
 def _make_no_mask(*_: Any, **__: Any) -> None:
-    """The kernel is causal, and rows have lanes of their own."""
+    """The kernel is causal, and each row has a lane to itself."""
 
 
 def attend(

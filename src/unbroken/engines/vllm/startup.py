@@ -124,7 +124,7 @@ def use_whole_graphs(args: AsyncEngineArgs) -> AsyncEngineArgs:
 
     In rollouts of several turns every fourth step is one, which vLLM cuts at attention. Only on Hopper, whose attention
     (FlashAttention 3) allows it, for models with which it is right (`_are_whole_graphs_right`), and unless the options
-    have graphs of their own: sampling takes 0.8 of the time (docs/lab-notes/engines.md).
+    name other graphs: sampling takes 0.8 of the time (docs/lab-notes/engines.md).
     """
     chosen = args.compilation_config
     given = (

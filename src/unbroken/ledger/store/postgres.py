@@ -1,11 +1,11 @@
-"""Sessions in PostgreSQL, in a schema of their own: several gateways share them, each session owned by one at a time.
+"""Sessions in PostgreSQL, in their own schema: several gateways share them, each session owned by one at a time.
 
 A gateway is an owner with a number, whose advisory lock it holds for as long as its connection lives. Its URL is that
 connection's `application_name`, so that it is known for as long. A session names its owner. If that owner's lock is
 free, its gateway has ended or was cut off, and another may take the session over. A gateway that was cut off connects
 again under its number, and has lost what was taken over: each commit checks the session's owner.
 
-Other `Tables` have schemas of their own. Those that are not shared have one owner, number 1; another process is refused
+Other `Tables` have other schemas. Those that are not shared have one owner, number 1; another process is refused
 while it holds the lock, and one that was cut off is refused for good once another has taken it.
 
 The lock belongs to a connection, so a pooler in between must not share connections among clients.

@@ -1,4 +1,4 @@
-"""Sessions in a folder: a SQLite database that one process at a time writes to. Other `Tables` have files of their own.
+"""Sessions in a folder: a SQLite database that one process at a time writes to. Other `Tables` have other files.
 
 FOLDER/sessions.sqlite3    the database (and its -wal and -shm while it is in use)
 FOLDER/lock                locked by the process that uses it, with its number; free as soon as that ends in any way
@@ -7,7 +7,7 @@ A reader takes the database as it is: also while a gateway writes, and after it 
 on the database's log, `sessions.sqlite3-wal`:
 
 log        its index (-shm)    read
-none       -                   the database, read as unchanging; read again if it changed meanwhile
+none       -                   the database, read as unchanging; read again if it changed
 there      there               the database and the log, with an index that is read only
 there      none                a copy of both: SQLite would make an index in the folder
 

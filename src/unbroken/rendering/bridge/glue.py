@@ -439,7 +439,7 @@ class GlueFinder:
                 "the template drops, repeats or reorders new messages: of their texts 0 to "
                 f"{len(probes.names) - 1} it writes {numbers} after the turn",
             )
-        # Texts that stay may have control tokens of their own between the pieces; those that are replaced have theirs
+        # Texts that stay may have control tokens between the pieces; those that are replaced have theirs
         # in the glue only.
         has_same_control = keeps_texts or self._count_control([*around, *_list_texts(conversation.new)]) == (
             self._count_control([glue])

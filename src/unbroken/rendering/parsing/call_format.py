@@ -151,7 +151,7 @@ class CallFormat:
     regions: tuple[Region, ...]
     """Includes those after a header."""
     separators: tuple[str, ...] = ()
-    """Delimiters between regions without a meaning of their own (around a section of calls)."""
+    """Delimiters between regions without a meaning (around a section of calls)."""
     message_separators: tuple[str, ...] = ()
     """Like `separators`, but also in a turn that can have no calls."""
     header: Header | None = None

@@ -290,7 +290,7 @@ def _end_strays(scratch: Path) -> None:
     Cline 3.0 started a daemon in its own group, one for each attempt. Only Linux lists the variables of processes.
     """
     line = f"{_ATTEMPT}={scratch}".encode()
-    for _ in range(_MAX_ROUNDS):  # one that is ended may have started another meanwhile
+    for _ in range(_MAX_ROUNDS):  # one that is ended may have started another before
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is another user's

@@ -1,4 +1,4 @@
-"""Rollouts in processes of their own, on this machine or on others, whose Python does not wait for the trainer's.
+"""Rollouts in other processes, on this machine or on others, whose Python does not wait for the trainer's.
 
 | trainer's process    |                        | sampler                     |
 |----------------------|------------------------|-----------------------------|

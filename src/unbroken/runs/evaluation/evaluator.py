@@ -97,7 +97,7 @@ class Evaluator:
         return next((Evaluation(numbers=line) for line in lines), None)
 
     async def evaluate_kept(self) -> tuple[Evaluation, list[list[Sample]]]:
-        """Evaluate the policy before the first step, in one process, and go on where an earlier call ended.
+        """Evaluate the policy before the first step, in one process, and continue where an earlier call ended.
 
         Each group is kept in its own file once it is sampled; when all are there, one file takes their place.
         Raises as `evaluate` does, at the first group that lost its engine.

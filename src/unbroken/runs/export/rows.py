@@ -407,7 +407,7 @@ _JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"
 def _find_fields(rows: _Rows, kept: Path) -> _Fields:
     """Which fields verl's columns of messages and tools have: in Parquet, one that a row has is null in all others.
 
-    The rows go into a file meanwhile: when a store is read again it may have more, with other fields.
+    The rows go into a file as they are read: when a store is read again it may have more, with other fields.
     """
     fields: dict[str, set[str]] = {"prompt": {"role", "content"}, "messages": {"role", "content"}, "tools": set()}
     with kept.open("w") as file:

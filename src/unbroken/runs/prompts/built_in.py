@@ -8,12 +8,12 @@ data.file = "prompts.jsonl"                # rows like {"prompt": "3 + 4?", "ans
 [[rewards]]
 function = "rewards.py:correct"            # def correct(completions, answer): return [...]
 
-Or on an environment, with rewards of its own, with or without a data set:
+Or on an environment, which computes its rewards, with or without a data set:
 
 environment = "guess.py:make_env"          # file.py:Class or module:Class
 environment_arguments = {largest = 20}
 
-Or on an environment of another package, which has rows, tools and rewards of its own:
+Or on an environment of another package, which brings rows, tools and rewards:
 
 environment = "verifiers:NAME"             # or harbor:FOLDER, terminal tasks
 """
@@ -90,7 +90,7 @@ class Config(RunConfig):
     environment: FunctionName | None = None
     """Instead of one answer to each prompt, a class with the methods of `Env`, written file.py:Class or module:Class.
     It gets the arguments that it names: those of `environment_arguments`, columns of the row, and number, split, seed,
-    messages and tools. Or, with rows of their own, verifiers:NAME, an environment of the package verifiers, and
+    messages and tools. Or, with their own rows, verifiers:NAME, an environment of the package verifiers, and
     harbor:FOLDER, a folder of terminal tasks."""
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's class, or of another package's environment, e.g. {largest = 20}."""

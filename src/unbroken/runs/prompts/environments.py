@@ -210,7 +210,7 @@ PACKAGES: dict[str, Callable[[str, PackageSettings], TaskEnvironment]] = {
 }
 """Environments of other packages, by the words that their names begin with: `environment = "verifiers:NAME"`.
 
-They have rows and agents of their own; each attempt is a session (docs/environments.md). To add a package, add a line.
+They bring rows and agents; each attempt is a session (docs/environments.md). To add a package, add a line.
 """
 
 

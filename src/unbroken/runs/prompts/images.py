@@ -1,4 +1,4 @@
-"""Images in the prompts of a data set: in the messages themselves, or in a column of their own.
+"""Images in the prompts of a data set: in the messages themselves, or in another column.
 
 A prompt that is text, and two images in its column: the images come first, as in TRL.
 

@@ -3,7 +3,7 @@
 transformers writes rotary embeddings, gates, norms, casts and sums as a kernel each, which take half of a pass of a
 small model on a GPU (docs/lab-notes). Each block of the decoder is compiled by itself: all of them share what is
 compiled for the first, and the rest of the model runs as it is. Rows of all lengths share it too. A pass of one lane,
-one without gradients and one with the borders of rows have a variant of their own, compiled when it is first needed.
+one without gradients and one with the borders of rows have their own variants, each compiled when it is first needed.
 """
 
 from __future__ import annotations

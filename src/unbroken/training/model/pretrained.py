@@ -250,7 +250,7 @@ def _write_adapter(folder: Path, model: Any, state: Mapping[str, torch.Tensor]) 
     model.save_pretrained(folder, selected_adapters=[name], state_dict=dict(state), save_embedding_layers=False)
     (folder / _CARD).unlink(missing_ok=True)  # a form to be filled in
     named = folder / name
-    if named.is_dir():  # PEFT writes the adapter "default" into the folder itself, and others into one of their own
+    if named.is_dir():  # PEFT writes the adapter "default" into the folder itself, and each other one into its own
         for path in named.iterdir():
             path.rename(folder / path.name)
         named.rmdir()

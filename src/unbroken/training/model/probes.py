@@ -175,7 +175,7 @@ def _compare_norms(of_processes: Sequence[tuple[float, float]]) -> float:
 
 
 def _make_rows(policy: Any) -> list[Ids]:
-    """Two rows that share more than half of their ids, a long one that leaves them early, and one of its own."""
+    """Two rows that share more than half of their ids, a long one that leaves them early, and one that shares none."""
     scale = _BLOCK_SCALE if policy.tree_mask is MaskKind.BLOCKS else 1
     rng = np.random.default_rng(0)
     lengths = (

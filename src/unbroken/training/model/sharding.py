@@ -4,7 +4,7 @@ operations that all processes make together.
     embed_tokens.weight [64, 32]    process 0 holds rows 0..31, process 1 rows 32..63    `gather_tensor`: [64, 32]
 
 All processes gather together, and wait forever for one that does not take part. So each gathers the same tensors in
-the same order, even if it fails meanwhile (`gather_rest`).
+the same order, even if it fails on the way (`gather_rest`).
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class PrefixTree:
 class TreeInputs:
     """What a forward pass needs of a tree, with its ids and their positions: N tokens of a loss in U different places.
 
-    A place is a node and an id that may follow it, kept among the same ids: rows that go on with the same id after the
-    same prefix have one place, and as many tokens.
+    A place is a node and an id that may follow it, kept among the same ids: rows that continue with the same id after
+    the same prefix have one place, and as many tokens.
     """
 
     ends_T: torch.Tensor

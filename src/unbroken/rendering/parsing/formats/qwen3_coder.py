@@ -1,4 +1,4 @@
-r"""Qwen3-Coder, Qwen3.5 and later, and Nemotron 3; Seed-OSS with tags of its own.
+r"""Qwen3-Coder, Qwen3.5 and later, and Nemotron 3; Seed-OSS with other tags.
 
 QWEN3_CODER  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
 SEED         <seed:think>hm</seed:think>\n<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n
