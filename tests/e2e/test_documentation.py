@@ -3,6 +3,7 @@ or listed with the reason why not.
 
 - A block of TOML is read as `unbroken train` reads it (tests/unit/runs/test_runs_docs.py).
 - A block of commands `unbroken ...` alone is parsed: subcommands, options, their values, and recipes exist.
+- The blocks of a tutorial are run in their order, and what they print is compared with what the page shows.
 - Any other block is run by a test below that names it (`block`), or stands in `NOT_RUN`.
 
 Whoever changes a block changes its first words here. The tests need nothing but pytest and the environment that the
@@ -170,6 +171,7 @@ NOT_RUN = {
     ("docs/sampling-ahead.md", "openssl rand"): "tests/unit/runs/test_runs_samplers.py does it",
     ("docs/models.md", "model = get_peft_model"): PART,
     ("docs/engines.md", "VLLM_SERVER_DEV_MODE=1"): "tests/e2e/test_weights_to_stock_vllm.py starts such a server",
+    ("docs/tutorials/several-gpus.md", "unbroken serve"): "tests/unit/runs/test_runs_asynchronous_servers.py does it",
     ("docs/trl.md", "import copy"): "needs a data set and a GPU: tests/e2e/test_trl_trainer.py runs the same",
     ("docs/trl.md", "@on_trained_rows"): PART,
     ("docs/trl.md", "@asynccontextmanager"): PART,
@@ -213,7 +215,7 @@ def test_every_block_is_run_or_listed_with_a_reason() -> None:
     missing = [
         each.place
         for each in BLOCKS
-        if not (each.language == "toml" or has_only_commands(each))
+        if not (each.language == "toml" or has_only_commands(each) or each.page.startswith("docs/tutorials/"))
         and not any(each.page == page and each.text.startswith(words) for page, words in listed)
     ]
     assert not missing, (
@@ -500,15 +502,7 @@ def test_the_blocks_of_training_rollouts_and_environments_run(
 
 
 def test_the_own_task_of_getting_started_is_trained_as_its_page_says(workplace: Path) -> None:
-    """The model of `unbroken demo` is replaced by one that is not warmed up."""
-    folder = workplace / "first"
-    folder.mkdir()
-    (folder / "runs" / "demo").mkdir(parents=True)
-    (folder / "runs" / "demo" / "model").symlink_to(workplace / "path" / "to" / "model")
-    (folder / "make_data.py").write_text(block("docs/getting-started.md", "import json\nimport random"))
-    (folder / "tools.py").write_text(block("docs/getting-started.md", "import json\nfrom pathlib import Path"))
-    (folder / "rewards.py").write_text(block("docs/getting-started.md", "def correct(completions, answer):"))
-    (folder / "task.toml").write_text(block("docs/getting-started.md", 'model = "runs/demo/model"'))
+    folder = write_first_task(workplace, "first")
     shell = block("docs/getting-started.md", "python make_data.py && unbroken train task.toml").replace(
         "task.toml", f"task.toml {shlex.join(SMALL)}"
     )
@@ -519,6 +513,75 @@ def test_the_own_task_of_getting_started_is_trained_as_its_page_says(workplace: 
     assert (folder / "runs" / "fit" / "final" / "model.safetensors").exists()
     correct = run_python(block("docs/getting-started.md", "def correct(completions, answer):"))["correct"]
     assert correct(['Answer: "zavi"', "zavi"], ["zavi", "zavi"]) == [1.0, 0.0]
+
+
+def write_first_task(workplace: Path, name: str) -> Path:
+    """A folder with the files of getting-started, and a model that is not warmed up in place of the demo's."""
+    folder = workplace / name
+    (folder / "runs" / "demo").mkdir(parents=True)
+    (folder / "runs" / "demo" / "model").symlink_to(workplace / "path" / "to" / "model")
+    (folder / "make_data.py").write_text(block("docs/getting-started.md", "import json\nimport random"))
+    (folder / "tools.py").write_text(block("docs/getting-started.md", "import json\nfrom pathlib import Path"))
+    (folder / "rewards.py").write_text(block("docs/getting-started.md", "def correct(completions, answer):"))
+    (folder / "task.toml").write_text(block("docs/getting-started.md", 'model = "runs/demo/model"'))
+    return folder
+
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+SMALL_TOML = [
+    *("rollouts.problems_per_step = 1", "rollouts.group_size = 2", "rollouts.sampling.max_tokens = 8"),
+    *("loop.num_steps = 1", "evaluation.num_problems = 2", "trackers.names = []"),
+]
+SMALL_WORDS = {
+    "head -192": "head -2",
+    "tail -64": "tail -2",
+    "train task.toml": f"train task.toml {shlex.join(SMALL).replace('per-step=1', 'per-step=2')}",
+}
+WITHOUT_MODEL = ("python play.py", "unbroken cluster plan")
+"""Commands of tutorials that print the same everywhere."""
+
+
+def make_small(name: str, text: str) -> str:
+    """A file of a tutorial; of TOML, one for a step of two short rollouts."""
+    if not name.endswith(".toml"):
+        return text
+    for line in SMALL_TOML:
+        text = re.sub(rf"(?m)^{re.escape(line.partition(' = ')[0])} = .*\n", "", text)
+    return "\n".join([*SMALL_TOML, text])
+
+
+def find_labels(text: str) -> list[str]:
+    """The first word of each line that has one."""
+    return [found[0] for line in text.splitlines() if (found := re.search(r"[A-Za-z@/_]{2,}\d*", line))]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs_from_its_first_block_to_its_last(
+    path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder of getting-started. A file's name is in its first line; a block of text is what the commands above
+    it print: the same where no model speaks, otherwise lines with the same first words.
+    """
+    monkeypatch.chdir(write_first_task(workplace, f"tutorial-{path.stem}"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # a machine of tests may not find its own name
+    run_shell("python make_data.py")
+    page, commands_before, printed = str(path.relative_to(ROOT)), "", ""
+    for each in (each for each in BLOCKS if each.page == page):
+        if each.language == "text" and commands_before.startswith(WITHOUT_MODEL):
+            assert printed == each.text, each.place
+        elif each.language == "text":
+            missing = [label for label in find_labels(each.text) if label not in find_labels(printed)]
+            assert not missing, f"{each.place}: {missing} stand in no line of\n{printed}"
+        elif each.language:
+            name = each.text.partition("\n")[0].removeprefix("# ")
+            Path(name).write_text(make_small(name, each.text))
+        elif not any(page == listed and each.text.startswith(words) for listed, words in NOT_RUN):
+            commands_before = each.text
+            for words, replacement in SMALL_WORDS.items():
+                commands_before = commands_before.replace(words, replacement)
+            done = subprocess.run(["bash", "-ec", commands_before], capture_output=True, text=True, check=False)
+            printed = done.stdout + done.stderr
+            assert done.returncode == 0, f"{each.place}:\n{printed}"
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

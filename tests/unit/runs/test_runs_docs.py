@@ -29,7 +29,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def toml_blocks() -> Iterator[tuple[str, str]]:
-    for page in [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]:
+    for page in [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("tutorials/*.md")), ROOT / "README.md"]:
         for number, text in enumerate(blocks(page, "toml")):
             yield f"{page.name}-{number}", text
 
