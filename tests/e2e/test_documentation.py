@@ -40,7 +40,10 @@ from unbroken.runs.settings import read_options
 from unbroken.server.options import name_model
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 HUB_NAME = "Qwen/Qwen2.5-0.5B-Instruct"
 NOTES = ("CONTRIBUTING.md", "docs/lab-notes", "docs/history.md", "docs/design/")
 """Of these only the links are checked: their blocks are sketches, or measurements with the commands of their time."""
@@ -76,6 +79,8 @@ def find_blocks() -> list[Block]:
 
 
 BLOCKS = find_blocks()
+TUTORIALS = [ROOT / "AGENTS.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+"""Pages of which every block is run, in order."""
 
 
 def block(page: str, beginning: str) -> str:
@@ -215,7 +220,7 @@ def test_every_block_is_run_or_listed_with_a_reason() -> None:
     missing = [
         each.place
         for each in BLOCKS
-        if not (each.language == "toml" or has_only_commands(each) or each.page.startswith("docs/tutorials/"))
+        if not (each.language == "toml" or has_only_commands(each) or ROOT / each.page in TUTORIALS)
         and not any(each.page == page and each.text.startswith(words) for page, words in listed)
     ]
     assert not missing, (
@@ -252,6 +257,18 @@ def test_every_page_says_first_for_whom_it_is() -> None:
     pages += (ROOT / "docs" / "tutorials").glob("*.md")
     firsts = {page.name: page.read_text("utf-8").split("\n\n")[1] for page in pages}
     assert not {name: text for name, text in firsts.items() if not text.startswith("For whoever ")}
+
+
+def test_llms_txt_has_every_page_that_a_reader_is_led_to() -> None:
+    """Tutorials, guides and reference of the site; links of other files are checked above."""
+    text = (ROOT / "llms.txt").read_text("utf-8")
+    linked = set(re.findall(r"\]\(([^)]+)\)", text))
+    assert not [name for name in linked if not (ROOT / name).is_file()]
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].partition("  - Lab notes:")[0]
+    pages = {f"docs/{page}" for page in re.findall(r": ([\w/-]+\.md)$", nav, flags=re.MULTILINE)}
+    made = {"docs/index.md", *(f"docs/{name}.md" for name in ("reference/cli", "changelog", "contributing", "roadmap"))}
+    assert len(pages) > 40
+    assert sorted(pages - made - linked) == []
 
 
 def test_the_files_that_contributing_names_exist() -> None:
@@ -527,7 +544,6 @@ def write_first_task(workplace: Path, name: str) -> Path:
     return folder
 
 
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SMALL_TOML = [
     *("rollouts.problems_per_step = 1", "rollouts.group_size = 2", "rollouts.sampling.max_tokens = 8"),
     *("loop.num_steps = 1", "evaluation.num_problems = 2", "trackers.names = []"),
@@ -535,7 +551,7 @@ SMALL_TOML = [
 SMALL_WORDS = {
     "head -192": "head -2",
     "tail -64": "tail -2",
-    "train task.toml": f"train task.toml {shlex.join(SMALL).replace('per-step=1', 'per-step=2')}",
+    "--output runs/two": f"--output runs/two {shlex.join(SMALL).replace('per-step=1', 'per-step=2')}",
 }
 WITHOUT_MODEL = ("python play.py", "unbroken cluster plan")
 """Commands of tutorials that print the same everywhere."""
@@ -547,7 +563,7 @@ def make_small(name: str, text: str) -> str:
         return text
     for line in SMALL_TOML:
         text = re.sub(rf"(?m)^{re.escape(line.partition(' = ')[0])} = .*\n", "", text)
-    return "\n".join([*SMALL_TOML, text])
+    return "\n".join([*SMALL_TOML, text.replace(HUB_NAME, "runs/demo/model")])
 
 
 def find_labels(text: str) -> list[str]:
