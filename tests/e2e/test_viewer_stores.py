@@ -172,7 +172,7 @@ def test_an_image_is_shown_where_it_stands_or_its_hash_is(started_browser, tmp_p
         started_browser.open(f"{url}#rollout/0/0/0")
         started_browser.wait("document.querySelector('.message.user img')?.naturalWidth > 0")
         parts = started_browser.run("[...document.querySelector('.message.user').children].map((node) => node.tagName)")
-        assert parts == ["HEADER", "PRE", "FIGURE", "PRE"]
+        assert parts == ["HEADER", "DIV", "FIGURE", "DIV"]
     with sqlite3.connect(tmp_path / "store" / "sessions.sqlite3") as connection:
         connection.execute("DELETE FROM session_blobs WHERE kind = 'image'")
     connection.close()

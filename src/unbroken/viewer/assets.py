@@ -6,7 +6,7 @@ from importlib import resources
 
 _SCRIPTS = (
     *("common", "streams", "grid", "tree", "timeline", "retokenised", "charts", "store", "cluster", "run", "table"),
-    *("step", "notes", "rollout", "problem", "pair", "main"),
+    *("step", "math", "markdown", "notes", "rollout", "problem", "pair", "main"),
 )
 ASSETS = {
     "index.html": "text/html; charset=utf-8",

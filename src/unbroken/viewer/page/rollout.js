@@ -3,6 +3,7 @@
 
 /* What stays from one rollout to the next. */
 let streamKey = 'origin';
+let isAsSampled = false;
 /* What the keys act on: the view that is shown. */
 let shownRollout = null;
 
@@ -126,11 +127,33 @@ function makeMessage(state, n, jump) {
   const { role, content, reasoning_content: reasoning, tool_calls: calls, ...others } = state.rollout.record.messages[n];
   const known = Object.fromEntries(Object.entries(others).filter(([, value]) => value !== null && value !== undefined));
   return el('article', { class: `message ${['user', 'assistant', 'tool', 'system'].includes(role) ? role : 'other'}`, 'data-message': n },
-    el('header', {}, el('b', {}, makeVisible(role)), jump),
-    reasoning ? el('pre', { class: 'reasoning' }, makeVisible(reasoning)) : null,
-    makeContent(state, content),
+    el('header', {}, el('b', {}, makeVisible(role)), el('span', {}, role === 'tool' ? null : makeToggle([reasoning, content]), ' ', jump)),
+    reasoning ? makeText(reasoning, role, 'reasoning') : null,
+    makeContent(state, role, content),
     (calls ?? []).map((call) => el('pre', { class: 'call' }, makeVisible(formatCall(call)))),
     Object.keys(known).length ? el('pre', { class: 'soft' }, makeVisible(JSON.stringify(known))) : null);
+}
+
+/* A text with its Markdown and LaTeX, or as it was sampled; what tools say is no Markdown. */
+function makeText(text, role, kind = '') {
+  const node = el('div', { class: `text ${kind}` });
+  node.draw = () => node.replaceChildren((!isAsSampled && role !== 'tool' && makeMarked(text)) || el('pre', {}, makeVisible(text)));
+  node.draw();
+  return node;
+}
+
+/* The button that shows all texts as they were sampled, and back; none where that is the same. */
+function makeToggle(contents) {
+  const texts = contents.flat().map((part) => (typeof part === 'string' ? part : part?.text)).filter((text) => typeof text === 'string');
+  if (!texts.some((text) => makeMarked(text))) return null;
+  const node = button('', 'all texts as they were sampled, or with their Markdown and LaTeX', () => {
+    isAsSampled = !isAsSampled;
+    for (const each of document.querySelectorAll('.text, .toggle')) each.draw();
+  });
+  node.classList.add('toggle');
+  node.draw = () => node.replaceChildren(isAsSampled ? 'formatted' : 'as sampled');
+  node.draw();
+  return node;
 }
 
 function formatCall(call) {
@@ -139,12 +162,12 @@ function formatCall(call) {
   return `${called.name}(${given})`;
 }
 
-function makeContent(state, content) {
+function makeContent(state, role, content) {
   if (content === null || content === undefined || content === '') return null;
-  if (typeof content === 'string') return el('pre', {}, makeVisible(content));
+  if (typeof content === 'string') return makeText(content, role);
   return (Array.isArray(content) ? content : [content]).map((part) => {
     if (part?.sha256 || /^(input_)?image(_url)?$/.test(part?.type)) return makeImage(state, part.sha256);
-    return el('pre', {}, makeVisible(typeof part?.text === 'string' ? part.text : JSON.stringify(part)));
+    return typeof part?.text === 'string' ? makeText(part.text, role) : el('pre', {}, makeVisible(JSON.stringify(part)));
   });
 }
 

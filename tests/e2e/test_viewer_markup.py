@@ -1,0 +1,173 @@
+"""Markdown and LaTeX of messages in a browser: elements of ours around their text, which is never HTML."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from support.browser import CHROMIUM, Browser
+from support.recorded import make_row, make_trajectory, write_step
+from unbroken.cli import main
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+HOSTILE = "<script>hacked()</script></script><img src=x onerror=hacked()> \\u202eright to left"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    """The URL of an export of a rollout whose messages have markup."""
+    folder = tmp_path_factory.mktemp("markup")
+    content = f"**Sum**: $1+1$ {HOSTILE}".replace("\\u202e", "\u202e")
+    answer = {"role": "assistant", "content": content, "reasoning_content": "I *add*."}
+    messages = [{"role": "user", "content": "plain"}, answer, {"role": "tool", "content": "**raw**"}]
+    write_step(folder / "run", 0, [make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)], messages=messages)])
+    assert main(["view", str(folder / "run"), "--export", str(folder / "page")]) == 0
+    return f"{(folder / 'page/index.html').as_uri()}#rollout/0/0/0"
+
+
+def read(browser: Browser, selector: str) -> str:
+    return " ".join(browser.run(f"document.querySelector({selector!r}).innerText").split())
+
+
+def count(browser: Browser, selector: str) -> int:
+    return browser.run(f"document.querySelectorAll({selector!r}).length")
+
+
+def test_a_message_has_its_markup_and_what_was_sampled_is_a_click_away(browser, page):
+    browser.open(page)
+    assert count(browser, ".toggle") == 1
+    assert count(browser, ".message.assistant :is(strong, em, math)") == 3
+    assert f"Sum: 1 + 1 {HOSTILE}" in read(browser, ".message.assistant")
+    assert count(browser, "main :is(img, script)") == 0
+    assert read(browser, ".message.tool pre") == "**raw**"
+    browser.click(".toggle")
+    assert count(browser, ".message :is(strong, em, math)") == 0
+    assert f"I *add*. **Sum**: $1+1$ {HOSTILE}" in read(browser, ".message.assistant")
+    browser.click(".toggle")
+    assert count(browser, ".message.assistant strong") == 1
+
+
+MARKED = """(text) => {
+  const list = (node) => [...node.childNodes].map(show).join('');
+  const show = (node) => node.nodeType === 3 ? node.data : `<${node.localName}>${list(node)}</${node.localName}>`;
+  const node = makeMarked(text);
+  return node && list(node);
+}"""
+"""A text's elements without their attributes, or null where there is no markup."""
+
+
+def mark(browser: Browser, text: str) -> str | None:
+    return browser.run(f"({MARKED})({json.dumps(text)})")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no markup\n\nin 2 * 3 * 4 and snake_case_names, $5 and $6", None),
+        ("**bold** and *thin* ~~no~~", "<p><strong>bold</strong> and <em>thin</em> <del>no</del></p>"),
+        ("`a *b*` \\*c\\*", "<p><code>a *b*</code> *c*</p>"),
+        ("# A\n\n---\nb\n## C ", "<p>A</p><hr></hr><p>b</p><p>C</p>"),
+        (
+            "1. a\n2. b\n   - c\n   - d\n\n3. e",
+            "<ol><li>a</li><li>b<ul><li>c</li><li>d</li></ul></li><li>e</li></ol>",
+        ),
+        ("text\n- a\n  more\n- b", "<p>text</p><ul><li>a\nmore</li><li>b</li></ul>"),
+        ("```py\na *b*\n<b>\n```\nafter", "<pre>a *b*\n<b></pre><p>after</p>"),
+        ("```\nnever ends", "<pre>never ends</pre>"),
+        ("> a\n> > b", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>"),
+        (
+            "|a|b|\n|-|-:|\n|*c*|d|e|\n|f|",
+            "<table><tr><th>a</th><th>b</th></tr><tr><td><em>c</em></td><td>d</td></tr><tr><td>f</td><td></td></tr></table>",
+        ),
+        ("[a](javascript:hacked())", "<p><span>a<code>javascript:hacked()</code></span></p>"),
+        ("![b](http://c)", "<p><span>image b<code>http://c</code></span></p>"),
+        ("<b>*a*</b><script>hacked()</script>", "<p><b><em>a</em></b><script>hacked()</script></p>"),
+    ],
+)
+def test_markdown_becomes_elements_and_html_stays_text(browser, page, text, shown):
+    browser.open(page)
+    assert mark(browser, text) == shown
+
+
+def row(*parts: str) -> str:
+    return f"<mrow>{''.join(parts)}</mrow>"
+
+
+def letter(name: str) -> str:
+    return f"<mi>{name}</mi>"
+
+
+def number(value: str) -> str:
+    return f"<mn>{value}</mn>"
+
+
+def cells(*parts: str) -> str:
+    return f"<mtr>{''.join(f'<mtd>{part}</mtd>' for part in parts)}</mtr>"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"$x_1^2$", f"<msubsup>{letter('x')}{number('1')}{number('2')}</msubsup>"),
+        (r"\(\frac{a}{2} \le \pi\)", f"<mfrac>{row(letter('a'))}{row(number('2'))}</mfrac><mo>≤</mo>{letter('π')}"),
+        (r"$\sqrt[3]{x}$", f"<mroot>{row(letter('x'))}{row(number('3'))}</mroot>"),
+        (r"$$\sum_{i}^{n}$$", f"<munderover><mo>∑</mo>{row(letter('i'))}{row(letter('n'))}</munderover>"),
+        (r"$\text{two words} \text{b}$", "<mtext>two words</mtext><mtext>b</mtext>"),
+        (r"so \boxed{1,000}", row(row(number("1,000")))),
+        ("\\[\n\\left( x \\right]\n\\]", row("<mo>(</mo>", letter("x"), "<mo>]</mo>")),
+        (
+            "\\begin{cases} 1 & a \\\\ 2 & b \\end{cases}",
+            row(
+                f"<mo>{{</mo><mtable>{cells(number('1'), letter('a'))}{cells(number('2'), letter('b'))}</mtable>",
+            ),
+        ),
+    ],
+)
+def test_latex_is_drawn_as_formulas(browser, page, text, shown):
+    browser.open(page)
+    assert f"<math>{row(shown)}</math>" in str(mark(browser, text))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(r"\unknown{1}", r"\frac{1}", "x^", "{" * 9000, "{" * 60 + "}" * 60, "a}", r"\left( a", r"\begin{cases} a"),
+        *(r"\constructor", "x^1^2", r"\href{javascript:hacked()}{a}"),
+    ],
+)
+def test_a_formula_that_is_not_known_is_its_own_source(browser, page, source):
+    browser.open(page)
+    node = f"makeMath({json.dumps(source)}, true)"
+    assert browser.run(f"[{node}.localName, {node}.textContent]") == ["code", source]
+
+
+def test_no_letter_is_lost_between_marks(browser, page):
+    browser.open(page)
+    pieces = [*"abcd", " ", "\n", "\n\n", *"*_`#>|~[]()!-", "**", "```", "- ", "1. ", "  ", "|-|", "](x)", "\u202e"]
+    random = Random(7)
+    texts = ["".join(random.choices(pieces, k=random.randrange(1, 60))) for _ in range(600)]
+    script = """(text) => {
+      const node = makeMarked(text);
+      const titles = [...(node?.querySelectorAll('[title]') ?? [])].map((each) => each.title).join('');
+      const letters = [...`${titles}${node?.textContent}`.replaceAll('image ', '')].filter((c) => /[abcdxu]/.test(c));
+      return node && letters.sort().join('');
+    }"""
+    shown = browser.run(f"{json.dumps(texts)}.map({script})")
+    assert sum(each is not None for each in shown) > 300
+    for text, letters in zip(texts, shown, strict=True):
+        written = "".join(sorted(c for c in text.replace("\u202e", "u") if c in "abcdxu"))
+        assert letters in (None, written), text
+
+
+def test_hostile_texts_take_the_page_no_long_time(browser, page):
+    browser.open(page)
+    size = 49_000
+    parts = ["*a ", "> ", "`", "``a", "[", "$a ", "\\boxed{", "- ", " ", "|-", "**", "_a", "#", "~", "\\", "![a]("]
+    parts += ["$$\n", "\\begin{x}\n", "*a*\n\n", "[a](b(", "a|b\n-|-\n\n"]
+    texts = [(part * size)[:size] + end for part in parts for end in ("", "x", "`")]
+    texts += [f"# {' ' * size}x", f"```{' ' * size}`", f"a|\n{' ' * size}x-", f"-{' ' * size}- x"]
+    texts += ["\n".join(" " * k + "- a" for k in range(300)), "\n".join(["a|b"] * 12_000)]
+    spent = browser.measure(f"{json.dumps(texts)}.forEach((text) => makeMarked(text))")
+    assert spent < 20  # nearly all take some milliseconds; what is quadratic takes minutes
