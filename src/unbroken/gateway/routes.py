@@ -52,7 +52,7 @@ class FinishSessionBody(StrictBody):
     response_description="`session_id`, `api_key`, `model`, `expires_at`; `openai_base_url`, `anthropic_base_url`, "
     "`gemini_base_url`",
 )
-async def create_session(body: CreateBody, request: Request) -> Response:
+async def _create_session(body: CreateBody, request: Request) -> Response:
     """Create a session. Give its key and one of its URLs, which contains the key, to an agent."""
     settings = SessionSettings.model_validate(body.model_dump(exclude={"ttl_s"}))
     context = get_context(request)
@@ -78,7 +78,7 @@ async def create_session(body: CreateBody, request: Request) -> Response:
 
 
 @router.get("/v1/sessions", summary="List sessions", response_description="`sessions`, oldest first, and `has_more`")
-async def list_sessions(
+async def _list_sessions(
     request: Request,
     status: Literal["open", "finished", "expired"] | None = None,
     after: str | None = None,
@@ -94,7 +94,7 @@ async def list_sessions(
 
 
 @router.get("/v1/sessions/{session_id}", summary="A session", response_description="status, counters, turns and forks")
-async def get_session(session_id: str, request: Request) -> Response:
+async def _get_session(session_id: str, request: Request) -> Response:
     """Look at a session."""
     sessions = _get_sessions(request)
     record, state, num_in_flight = await sessions.view(session_id)
@@ -110,7 +110,7 @@ async def get_session(session_id: str, request: Request) -> Response:
     summary="Training rows",
     response_description="`samples`: a row for each branch; JSON, or the compact form if accepted",
 )
-async def get_samples(session_id: str, request: Request, advantage: float | None = None) -> Response:
+async def _get_samples(session_id: str, request: Request, advantage: float | None = None) -> Response:
     """The rows to train on. Each sampled id is trained once. `advantage` is by default the reward, or 0 without one."""
     record, state, _ = await _get_sessions(request).view(session_id)
     reward = (record.outcome or {}).get("reward")
@@ -128,7 +128,7 @@ async def get_samples(session_id: str, request: Request, advantage: float | None
     summary="Everything that is recorded",
     response_description="`messages`, `tools` by key, `turns`, `nodes` of the token tree; JSON or the compact form",
 )
-async def get_tree(session_id: str, request: Request) -> Response:
+async def _get_tree(session_id: str, request: Request) -> Response:
     """The messages, the turns, and the ids of a session."""
     _, state, _ = await _get_sessions(request).view(session_id)
     value = {
@@ -155,13 +155,13 @@ async def get_tree(session_id: str, request: Request) -> Response:
     summary="An image of a session",
     response_description="the file's bytes",
 )
-async def get_image(session_id: str, sha256: str, request: Request) -> Response:
+async def _get_image(session_id: str, sha256: str, request: Request) -> Response:
     """The file of an image that the session's prompts or messages name by its SHA-256."""
     return Response(await _get_sessions(request).load_image(session_id, sha256), media_type="application/octet-stream")
 
 
 @router.post("/v1/sessions/{session_id}/finish", summary="Finish a session", response_description="the session")
-async def finish_session(session_id: str, body: FinishSessionBody, request: Request) -> Response:
+async def _finish_session(session_id: str, body: FinishSessionBody, request: Request) -> Response:
     """End a session, with its reward. It takes no request any more."""
     check_size(body.metrics, name="metrics")
     record = await _get_sessions(request).finish(session_id, body.model_dump(mode="json"))
@@ -169,7 +169,7 @@ async def finish_session(session_id: str, body: FinishSessionBody, request: Requ
 
 
 @router.delete("/v1/sessions/{session_id}", summary="Delete a session", response_description="its id")
-async def delete_session(session_id: str, request: Request) -> Response:
+async def _delete_session(session_id: str, request: Request) -> Response:
     """Delete a session and all that it recorded."""
     await _get_sessions(request).delete(session_id)
     get_context(request).bodies.forget(session_id)

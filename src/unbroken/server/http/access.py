@@ -6,6 +6,8 @@ from enum import StrEnum
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from fastapi.utils import generate_unique_id
 
 from unbroken.server.http.json import OrjsonRoute
 
@@ -54,9 +56,16 @@ class Access(StrEnum):
     """The admin key, or the API key where there is no admin key: the path changes the engine for all clients."""
 
 
+def _name_operation(route: APIRoute) -> str:
+    """The name of a route for generated clients: of its handler, which is private as its path is its door."""
+    return generate_unique_id(route).removeprefix("_")
+
+
 class Routes(APIRouter):
     """The routes of one file, all with the same access. Bodies are read by orjson."""
 
     def __init__(self, access: Access) -> None:
-        super().__init__(route_class=OrjsonRoute, responses=ERROR_RESPONSES)
+        super().__init__(
+            route_class=OrjsonRoute, responses=ERROR_RESPONSES, generate_unique_id_function=_name_operation
+        )
         self.access = access

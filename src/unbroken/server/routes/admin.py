@@ -57,7 +57,7 @@ class UnloadAdapterBody(BodyModel):
 
 
 @router.post("/pause", summary="Pause sampling", response_description='`{"status": "paused"}`')
-async def pause(
+async def _pause(
     request: Request,
     mode: Annotated[PauseMode, Query()] = PauseMode.ABORT,
     clear_cache: Annotated[bool, Query()] = True,
@@ -68,14 +68,14 @@ async def pause(
 
 
 @router.post("/resume", summary="Resume sampling", response_description='`{"status": "resumed"}`')
-async def resume(request: Request) -> Response:
+async def _resume(request: Request) -> Response:
     """Continue after /pause."""
     await get_context(request).service.admission.resume()
     return json_response({"status": "resumed", "paused": False})
 
 
 @router.post("/abort_requests", summary="Abort requests", response_description='`{"status": "aborted", "aborted": 2}`')
-async def abort_requests(request: Request, body: AbortBody | None = None) -> Response:
+async def _abort_requests(request: Request, body: AbortBody | None = None) -> Response:
     """Abort the requests with these names, or all: they end with what they have."""
     names = None if body is None or not body.request_ids else frozenset(body.request_ids)
     number = await get_context(request).service.admission.abort(names)
@@ -83,7 +83,7 @@ async def abort_requests(request: Request, body: AbortBody | None = None) -> Res
 
 
 @router.post("/sleep", summary="Give the memory back", response_description='`{"status": "sleeping", "level": 2}`')
-async def sleep(
+async def _sleep(
     request: Request,
     level: Annotated[int, Query(ge=0, le=2)] = 1,
     mode: Annotated[PauseMode, Query()] = PauseMode.ABORT,
@@ -111,7 +111,7 @@ async def sleep(
 
 
 @router.post("/wake_up", summary="Wake the engine", response_description='`{"status": "awake"}`')
-async def wake_up(request: Request) -> Response:
+async def _wake_up(request: Request) -> Response:
     """Answer at once for an engine that is awake. One that sleeps has no weights to wake with, and it is a 409."""
     engine = get_context(request).service.engine
     if isinstance(engine, SleepingEngine) and engine.is_asleep:
@@ -128,7 +128,7 @@ async def wake_up(request: Request) -> Response:
     summary="Label the weights",
     response_description='`{"success": true, "new_version": "7"}`',
 )
-async def update_weight_version(request: Request, body: WeightVersionBody) -> Response:
+async def _update_weight_version(request: Request, body: WeightVersionBody) -> Response:
     """Confirm the version in use. Another one is a 400: only new weights have a new version (I6)."""
     engine = get_context(request).service.engine
     if body.new_version != str(engine.policy_version):
@@ -142,7 +142,7 @@ async def update_weight_version(request: Request, body: WeightVersionBody) -> Re
 
 
 @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter (vLLM)")
-async def load_lora_adapter(request: Request, body: LoadAdapterBody) -> Response:
+async def _load_lora_adapter(request: Request, body: LoadAdapterBody) -> Response:
     """Load an adapter, which requests can then name as `model`."""
     context = get_context(request)
     engine = _adapter_engine(context.service.engine)
@@ -158,7 +158,7 @@ async def load_lora_adapter(request: Request, body: LoadAdapterBody) -> Response
 
 
 @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter (vLLM)")
-async def unload_lora_adapter(request: Request, body: UnloadAdapterBody) -> Response:
+async def _unload_lora_adapter(request: Request, body: UnloadAdapterBody) -> Response:
     """Take no more requests for an adapter."""
     context = get_context(request)
     engine = _adapter_engine(context.service.engine)

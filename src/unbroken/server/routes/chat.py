@@ -134,7 +134,7 @@ class ChatTokensBody(ChatBody):
     summary="OpenAI's chat completions",
     response_description="`choices` with `message`, `logprobs`, `finish_reason`, `policy_versions`; or events",
 )
-async def chat_completions(body: ChatBody, request: Request) -> Response:
+async def _chat_completions(body: ChatBody, request: Request) -> Response:
     """Render the messages and answer."""
     context = get_context(request)
     question = await _read_question(context, request, body)
@@ -149,7 +149,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     summary="Messages to ids and images (vLLM)",
     response_description="`token_ids`, expanded, and the `features` that `/inference/v1/generate` takes",
 )
-async def render_chat(body: ChatBody, request: Request) -> Response:
+async def _render_chat(body: ChatBody, request: Request) -> Response:
     """Render the messages without sampling. `features` name images by hash, under which the server keeps them.
 
     What would be refused for sampling is refused here: the ids are rendered for a call with these fields.
@@ -169,7 +169,7 @@ async def render_chat(body: ChatBody, request: Request) -> Response:
     summary="Chat completions over given ids",
     response_description="as for /v1/chat/completions",
 )
-async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
+async def _chat_completions_tokens(body: ChatTokensBody, request: Request) -> Response:
     """Continue exactly `tokens`. The images in the messages belong to the placeholders in `tokens`, in order."""
     context = get_context(request)
     question = await _read_question(context, request, body)

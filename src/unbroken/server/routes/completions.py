@@ -55,7 +55,7 @@ class CompletionBody(OpenAIFields):
     summary="OpenAI's text completions",
     response_description="`choices` with `text`, `logprobs`, `finish_reason`, `policy_versions`; with `stream`, events",
 )
-async def completions(body: CompletionBody, request: Request) -> Response:
+async def _completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts or ids: n `choices` for each prompt, those of prompt 0 first."""
     context = get_context(request)
     note_ignored(request, COMPLETIONS.check(body.model_extra) + body.list_ignored_options())

@@ -35,7 +35,7 @@ Version: TypeAlias = Literal["v1", "v1alpha", "v1beta"]
     summary="Gemini's generateContent",
     response_description="`candidates` with one content of `parts`, `usageMetadata`, `policy_versions`",
 )
-async def generate_content(version: Version, model: str, body: ContentsBody, request: Request) -> Response:
+async def _generate_content(version: Version, model: str, body: ContentsBody, request: Request) -> Response:
     """Render the contents and answer."""
     context = get_context(request)
     body = body.at_path(model)
@@ -53,7 +53,7 @@ async def generate_content(version: Version, model: str, body: ContentsBody, req
     summary="Gemini's streamGenerateContent",
     response_description="events, each an answer with the parts that are new",
 )
-async def stream_generate_content(
+async def _stream_generate_content(
     version: Version, model: str, body: ContentsBody, request: Request, alt: str | None = None
 ) -> Response:
     """Render the contents and answer with server-sent events."""
@@ -77,7 +77,7 @@ async def stream_generate_content(
     summary="Number of ids of Gemini's contents",
     response_description="`totalTokens`",
 )
-async def count_tokens(version: Version, model: str, body: CountBody, request: Request) -> Response:
+async def _count_tokens(version: Version, model: str, body: CountBody, request: Request) -> Response:
     """Render the contents and count the ids of the prompt."""
     context = get_context(request)
     question = await _read_question(context, request, body.choose().at_path(model))

@@ -14,7 +14,7 @@ router = Routes(Access.OPEN)
 
 @router.get("/health", summary="Check the engine", response_description='`{"status": "ok"}`')
 @router.get("/health/", include_in_schema=False)
-async def health(request: Request) -> Response:
+async def _health(request: Request) -> Response:
     """Answer at once: 200 while the engine works, 503 once it is closed or dead.
 
     With `weights_refused` the newest of the versions that the server follows cannot be used, and it serves the one
@@ -27,13 +27,13 @@ async def health(request: Request) -> Response:
 
 @router.get("/ping", summary="Check the engine (SageMaker)", response_description='`{"status": "ok"}`')
 @router.post("/ping", include_in_schema=False)
-async def ping(request: Request) -> Response:
+async def _ping(request: Request) -> Response:
     """The same as /health."""
-    return await health(request)
+    return await _health(request)
 
 
 @router.get("/version", summary="Read the versions of package and weights")
-async def version(request: Request) -> Response:
+async def _version(request: Request) -> Response:
     """The package's version, the policy version, the model."""
     context = get_context(request)
     return json_response(

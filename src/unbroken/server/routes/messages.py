@@ -35,7 +35,7 @@ router = Routes(Access.CLIENT)
     summary="Anthropic's Messages",
     response_description="a message with `content` blocks, `stop_reason`, `usage`, `policy_versions`; or events",
 )
-async def messages(body: MessagesBody, request: Request) -> Response:
+async def _messages(body: MessagesBody, request: Request) -> Response:
     """Render the messages and answer."""
     context = get_context(request)
     asked = await _read_question(context, request, body)
@@ -62,7 +62,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post(
     "/v1/messages/count_tokens", summary="Number of ids of Anthropic's messages", response_description="`input_tokens`"
 )
-async def count_tokens(body: ConversationBody, request: Request) -> Response:
+async def _count_tokens(body: ConversationBody, request: Request) -> Response:
     """Render the messages and count the ids of the prompt."""
     context = get_context(request)
     _, prompt = await render_question(context, await _read_question(context, request, body))

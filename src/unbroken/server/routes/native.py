@@ -114,7 +114,7 @@ class ScoreBody(StrictBody):
     summary="Continue prompts (native)",
     response_description="`results`, each with `prompt_ids`, `image_sha256s`, `sequences`; compact where Accept asks",
 )
-async def sample(body: SampleBody, request: Request) -> Response:
+async def _sample(body: SampleBody, request: Request) -> Response:
     """`{"results": [{"prompt_ids": [...], "image_sha256s": [...], "sequences": [...]}]}`, one per prompt, in order."""
     context = get_context(request)
     service = context.service
@@ -157,7 +157,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
     summary="Score sequences (native)",
     response_description="`results` in order: `logprobs` of each id after the first, and `top_logprobs`",
 )
-async def score(body: ScoreBody, request: Request) -> Response:
+async def _score(body: ScoreBody, request: Request) -> Response:
     """`{"results": [{"logprobs": [T - 1], "top_logprobs": ...}]}`, one for each sequence, in order."""
     context = get_context(request)
     sequences = [token_ids(ids, name="sequences") for ids in body.sequences]
@@ -228,7 +228,7 @@ _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
     response_description="`sha256`, the image's name from now on, and its `width` and `height`",
     openapi_extra={"requestBody": {"required": True, "content": {"image/*": _FILE, "application/octet-stream": _FILE}}},
 )
-async def upload(request: Request) -> Response:
+async def _upload(request: Request) -> Response:
     """Keep the file in the body: PNG, JPEG, WebP, BMP or GIF, under any content type, within the image limits."""
     image, width, height = await get_context(request).images.upload(await request.body())
     return json_response({"sha256": image.sha256, "width": width, "height": height})

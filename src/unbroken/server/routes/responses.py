@@ -60,7 +60,7 @@ class NewConversation(StrictBody):
     summary="OpenAI's Responses",
     response_description="a response with `output` items, `status`, `usage`, `policy_versions`; or events",
 )
-async def responses(body: ResponsesBody, request: Request) -> Response:
+async def _responses(body: ResponsesBody, request: Request) -> Response:
     """Render the input and answer."""
     context = get_context(request)
     ignored = body.check_supported()
@@ -95,7 +95,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     summary="Begin a conversation of OpenAI's Responses",
     response_description="`id`, for the field `conversation` of `/v1/responses`",
 )
-async def create_conversation(body: NewConversation, request: Request) -> Response:
+async def _create_conversation(body: NewConversation, request: Request) -> Response:
     """Begin a conversation, which is stored with its session, or else kept in memory."""
     context, items = get_context(request), body.items or ()
     name = f"conv_{uuid4().hex}"

@@ -22,7 +22,7 @@ router = Routes(Access.CLIENT)
 
 
 @router.get("/metrics", summary="Read the metrics (Prometheus)", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
+async def _metrics(request: Request) -> Response:
     """All metrics in Prometheus' text format."""
     context = get_context(request)
     context.metrics.policy_version.set(context.service.engine.policy_version)
@@ -30,26 +30,26 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/load", summary="Count the requests in flight", response_description='`{"server_load": 3}`')
-async def load(request: Request) -> Response:
+async def _load(request: Request) -> Response:
     """How many prompts are sampled or wait."""
     return json_response({"server_load": get_context(request).service.admission.num_running})
 
 
 @router.get("/is_paused", summary="Whether a pause lasts", response_description='`{"is_paused": false}`')
-async def is_paused(request: Request) -> Response:
+async def _is_paused(request: Request) -> Response:
     """Whether /pause was called, and /resume not since."""
     return json_response({"is_paused": get_context(request).service.admission.is_paused})
 
 
 @router.get("/is_sleeping", summary="Whether the engine sleeps", response_description='`{"is_sleeping": false}`')
-async def is_sleeping(request: Request) -> Response:
+async def _is_sleeping(request: Request) -> Response:
     """Whether the engine has given its memory back; one that cannot sleep is awake."""
     engine = get_context(request).service.engine
     return json_response({"is_sleeping": isinstance(engine, SleepingEngine) and engine.is_asleep})
 
 
 @router.get("/weight_info", summary="The version of the weights", response_description='`{"weight_version": "7"}`')
-async def weight_info(request: Request) -> Response:
+async def _weight_info(request: Request) -> Response:
     """The policy version in use, as text."""
     return json_response({"weight_version": str(get_context(request).service.engine.policy_version)})
 
@@ -59,7 +59,7 @@ async def weight_info(request: Request) -> Response:
     summary="Read the configuration (vLLM's form)",
     response_description="`vllm_config` with `model_config`, `parallel_config`, and null for what this server lacks",
 )
-async def server_info(
+async def _server_info(
     request: Request, config_format: Annotated[Literal["text", "json"], Query()] = "text"
 ) -> Response:
     """`vllm_config`, as JSON or as a text of it. `weight_transfer_config` is null if the engine takes no transfer."""

@@ -115,7 +115,7 @@ class TokenGenerateBody(BodyModel):
     summary="Continue ids (vLLM's token dialect)",
     response_description="`choices` with `token_ids`, `logprobs`, `finish_reason`, `weight_versions`; or events",
 )
-async def generate(body: TokenGenerateBody, request: Request) -> Response:
+async def _generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
     context = get_context(request)
     policy = await context.policies.find(request, body.model)

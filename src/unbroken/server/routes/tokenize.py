@@ -57,7 +57,7 @@ class DetokenizeBody(BodyModel):
     summary="Text or messages to ids",
     response_description="`count`, `max_model_len`, `tokens`, `images`, and `token_strs` if requested",
 )
-async def tokenize(body: TokenizeBody, request: Request) -> Response:
+async def _tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`, with `images` also the place of each."""
     context = get_context(request)
     await context.policies.find(request, body.model)
@@ -87,7 +87,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
 
 @router.post("/detokenize", summary="Ids to text", response_description="`prompt`, the text")
-async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+async def _detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
     context = get_context(request)
     await context.policies.find(request, body.model)
@@ -103,13 +103,13 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     response_description="one entry in `data`, with `max_model_len`, `vocab_size`, `takes_images`, `numerics` and "
     "`tensor_parallel_size`",
 )
-async def models(request: Request) -> Response:
+async def _models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
     return json_response({"object": "list", "data": _list_models(get_context(request))})
 
 
 @router.get("/v1/models/{model_id:path}", summary="One model", response_description="its entry in /v1/models")
-async def model(model_id: str, request: Request) -> Response:
+async def _model(model_id: str, request: Request) -> Response:
     """The entry of a policy, with `policy`, its name without a version, and `policy_version`, the one that would answer
     now. In a session, any other name has the model's entry.
     """

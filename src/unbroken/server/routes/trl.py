@@ -92,7 +92,7 @@ class TrlScoreBody(BodyModel):
 
 @router.get("/get_world_size", summary="Workers that hold the weights (TRL)")
 @router.get("/get_world_size/", include_in_schema=False)
-async def get_world_size(request: Request) -> Response:
+async def _get_world_size(request: Request) -> Response:
     """How many workers take part in a weight update."""
     return json_response({"world_size": require_updatable(get_context(request).service.engine).world_size})
 
@@ -103,7 +103,7 @@ async def get_world_size(request: Request) -> Response:
     response_description="`prompt_ids` [P]; `completion_ids`, `logprobs`, `logprob_token_ids` and ours [P * n]",
 )
 @router.post("/generate/", include_in_schema=False)
-async def generate(body: GenerateBody, request: Request) -> Response:
+async def _generate(body: GenerateBody, request: Request) -> Response:
     """Continue prompts: `prompt_ids` [P], `completion_ids`, `logprobs` and `logprob_token_ids` [P * n]."""
     context = get_context(request)
     images = list_images(body.images, len(body.prompts))
@@ -114,7 +114,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 @router.post("/chat", summary="Answer conversations (TRL)", response_description="as for /generate")
 @router.post("/chat/", include_in_schema=False)
-async def chat(body: TrlChatBody, request: Request) -> Response:
+async def _chat(body: TrlChatBody, request: Request) -> Response:
     """Answer conversations, in the form of /generate."""
     context = get_context(request)
     CHAT.check({"chat_template": body.chat_template})
@@ -132,7 +132,7 @@ async def chat(body: TrlChatBody, request: Request) -> Response:
     response_description="`logprobs` and `logprob_token_ids` [B][L][k], or base64 arrays",
 )
 @router.post("/get_sequence_logprobs/", include_in_schema=False)
-async def get_sequence_logprobs(body: TrlScoreBody, request: Request) -> Response:
+async def _get_sequence_logprobs(body: TrlScoreBody, request: Request) -> Response:
     """Report the most likely ids, and the given id, at each position from `prompt_lengths` on."""
     if len(body.prompt_lengths) != len(body.sequences):
         raise HttpError(

@@ -52,7 +52,7 @@ class ParameterBody(BodyModel):
 
 @router.post("/init_communicator", summary="Meet a sender of weights (TRL)")
 @router.post("/init_communicator/", include_in_schema=False)
-async def init_communicator(body: CommunicatorBody, request: Request) -> Response:
+async def _init_communicator(body: CommunicatorBody, request: Request) -> Response:
     """Answer at once; then the workers wait a minute for the client."""
     engine = _communicator_engine(request)
     placement = await engine.weight_placement()
@@ -78,7 +78,7 @@ async def init_communicator(body: CommunicatorBody, request: Request) -> Respons
 
 @router.post("/update_named_param", summary="Receive a parameter (TRL)")
 @router.post("/update_named_param/", include_in_schema=False)
-async def update_named_param(body: ParameterBody, request: Request) -> Response:
+async def _update_named_param(body: ParameterBody, request: Request) -> Response:
     """Answer at once; then the client broadcasts. All are one version when the prefix cache is reset."""
     spec = TensorSpec(name=body.name, dtype=body.dtype.removeprefix("torch."), shape=tuple(body.shape))
     await _communicator_engine(request).transfer.receive_later(spec)
@@ -87,7 +87,7 @@ async def update_named_param(body: ParameterBody, request: Request) -> Response:
 
 @router.post("/close_communicator", summary="Leave a sender of weights (TRL)")
 @router.post("/close_communicator/", include_in_schema=False)
-async def close_communicator(request: Request) -> Response:
+async def _close_communicator(request: Request) -> Response:
     """An update that was not finished has failed."""
     engine = get_context(request).service.engine
     if _takes_parameters(engine):
@@ -97,7 +97,7 @@ async def close_communicator(request: Request) -> Response:
 
 @router.post("/reset_prefix_cache", summary="Load the parameters that came, and forget cached keys and values")
 @router.post("/reset_prefix_cache/", include_in_schema=False)
-async def reset_prefix_cache(request: Request) -> Response:
+async def _reset_prefix_cache(request: Request) -> Response:
     """`loaded` says whether there were parameters to load: TRL's client ends an update with this call."""
     context = get_context(request)
     engine = context.service.engine

@@ -114,7 +114,7 @@ class FinishBody(BodyModel):
 
 
 @router.post("/init_weight_transfer_engine", summary="Meet a trainer (vLLM's form, TRL since 1.11)")
-async def init_weight_transfer_engine(body: InitBody, request: Request) -> Response:
+async def _init_weight_transfer_engine(body: InitBody, request: Request) -> Response:
     """Answer once trainer and workers are connected. A second trainer replaces the first."""
     engine = _transfer_engine(request)
     info = body.init_info
@@ -135,7 +135,7 @@ async def init_weight_transfer_engine(body: InitBody, request: Request) -> Respo
 
 
 @router.post("/start_weight_update", summary="Begin an update (vLLM's form)")
-async def start_weight_update(request: Request, body: StartBody | None = None) -> Response:
+async def _start_weight_update(request: Request, body: StartBody | None = None) -> Response:
     """An update that was not finished has failed. The engine samples until weights come."""
     body = body or StartBody()
     await _transfer_engine(request).transfer.start(
@@ -148,7 +148,7 @@ async def start_weight_update(request: Request, body: StartBody | None = None) -
 
 
 @router.post("/update_weights", summary="Receive weights (vLLM's form)")
-async def update_weights(body: TransferBody, request: Request) -> Response:
+async def _update_weights(body: TransferBody, request: Request) -> Response:
     """Answer once they are in the model. The engine samples nothing until the update is finished."""
     info = body.update_info
     own = None if info.packed is None else BufferPacking(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes)
@@ -157,7 +157,7 @@ async def update_weights(body: TransferBody, request: Request) -> Response:
 
 
 @router.post("/finish_weight_update", summary="Sample with the weights that came (vLLM's form)")
-async def finish_weight_update(request: Request, body: FinishBody | None = None) -> Response:
+async def _finish_weight_update(request: Request, body: FinishBody | None = None) -> Response:
     """Answer once the engine samples with them. If one is missing, it samples nothing until a whole version comes."""
     body = body or FinishBody()
     receipt = await get_context(request).weights.finish(
@@ -176,7 +176,7 @@ async def finish_weight_update(request: Request, body: FinishBody | None = None)
 
 
 @router.post("/shutdown_weight_transfer_engine", summary="Leave the trainer (vLLM's form)")
-async def shutdown_weight_transfer_engine(request: Request) -> Response:
+async def _shutdown_weight_transfer_engine(request: Request) -> Response:
     """An update that was not finished has failed."""
     await _transfer_engine(request).transfer.close()
     return json_response({"message": "there is no trainer"})

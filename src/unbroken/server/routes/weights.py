@@ -33,13 +33,13 @@ class WeightsBody(StrictBody):
 
 
 @router.get("/v1/weights", summary="State of the weights, for a sender")
-async def state(request: Request) -> Response:
+async def _state(request: Request) -> Response:
     """The version in use, its digest, the number of workers, and the weights' dtype and devices."""
     return json_response(await get_context(request).weights.state())
 
 
 @router.post("/v1/weights", summary="Load a version of the weights")
-async def load(request: Request, body: WeightsBody) -> Response:
+async def _load(request: Request, body: WeightsBody) -> Response:
     """Answer once the engine samples with it; `loaded` is false if it had the version already."""
     context = get_context(request)
     loaded = await context.weights.load(

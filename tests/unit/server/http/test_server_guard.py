@@ -195,6 +195,15 @@ async def test_the_log_has_the_traceback_of_every_500(
     assert str(error) in caplog.text
 
 
+async def test_operations_have_the_names_of_their_handlers_which_are_private() -> None:
+    async with asgi_client(make_app(scripted_engine("hi"))) as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    assert paths["/health"]["get"]["operationId"] == "health_health_get"
+    names = [operation["operationId"] for path in paths.values() for operation in path.values()]
+    assert len(set(names)) == len(names) > 30
+    assert not [name for name in names if name.startswith("_")]
+
+
 async def test_metrics_are_described_as_text() -> None:
     async with asgi_client(make_app(scripted_engine("hi"))) as client:
         described = (await client.get("/openapi.json")).json()["paths"]["/metrics"]["get"]["responses"]["200"]
