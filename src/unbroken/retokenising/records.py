@@ -38,7 +38,7 @@ MAX_IDS = 32_768
 """Longer sequences are not compared: it takes seconds."""
 
 
-def retokenise_record(record: Mapping[str, Any], texts: TemplateTexts) -> Retokenised | str:
+def _retokenise_record(record: Mapping[str, Any], texts: TemplateTexts) -> Retokenised | str:
     """Compare the branch of a rollout's last turn; returns why not, as a sentence, if it cannot be."""
     rows = record.get("rows") or []
     turn_of_node = match_turns(rows, record["turns"])
@@ -216,7 +216,7 @@ async def summarize_retokenised(
     rollouts: list[Retokenised] = []
     left_out: Counter[str] = Counter()
     for record in records:
-        found = await asyncio.to_thread(retokenise_record, record, texts)
+        found = await asyncio.to_thread(_retokenise_record, record, texts)
         if isinstance(found, str):
             left_out[found] += 1
         else:

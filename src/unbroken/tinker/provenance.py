@@ -262,16 +262,19 @@ class ProvenanceCheck:
             8 was sampled after [5 6 7], and position 2 sees ids[:3]; 2 after [5 6 7 8 9], and position 4 sees ids[:5]
 
         If the first target has as many ids before it as when it was sampled, so have the others, and the last one's
-        have all of them. Else the first one's are compared, for the error.
+        have all of them.
         """
         num_needed, num_given = len(sequence.prompt_ids) + span.claim.offset, span.start + 1
-        num_others = span.claim.length - 1 if num_needed == num_given else 0
         whole, num_same = self._compare_beginning(sequence, ids)
-        needed, given = whole[: num_needed + num_others], ids[: num_given + num_others]
+        if num_needed == num_given:
+            num_last = num_needed + span.claim.length - 1
+            if num_same >= num_last:
+                return True
+            needed, given = whole[:num_last], ids[:num_last]
+            position = max(span.start, num_same)  # the first target that has seen the id that differs
+        else:  # every target has seen too much or too little: the error shows the first
+            needed, given, position = whole[:num_needed], ids[:num_given], span.start
         place = min(num_same, len(needed), len(given))
-        if place == len(needed) == len(given):
-            return True
-        position = min(max(span.start, place), span.start + num_others)
         right, wrong = (f"id {each[place]}" if place < len(each) else "no id" for each in (needed, given))
         self._refuse(
             f"{span.name}, position {position}: the sampled ids of {span.claim.sequence_id!r} from {span.claim.offset} "

@@ -218,9 +218,9 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
     )
 
 
-def _make_writer(context: ServerContext, body: ChatBody, turn: OpenTurn) -> ChoiceWriter:
+def _make_writer(context: ServerContext, body: ChatBody, turn: OpenTurn) -> _ChoiceWriter:
     model_name = body.model or context.config.model_name
-    return ChoiceWriter(codec=context.codec, model_name=model_name, body=body, answer_id=turn.answer_id)
+    return _ChoiceWriter(codec=context.codec, model_name=model_name, body=body, answer_id=turn.answer_id)
 
 
 async def _stream_answer(context: ServerContext, body: ChatBody, question: Question, turn: OpenTurn) -> Response:
@@ -252,7 +252,7 @@ async def _write_answer(
 
 
 async def _stream(
-    body: ChatBody, turn: OpenTurn, writer: ChoiceWriter, streams: Sequence[_ChoiceStream]
+    body: ChatBody, turn: OpenTurn, writer: _ChoiceWriter, streams: Sequence[_ChoiceStream]
 ) -> AsyncGenerator[Events]:
     """Yield one event per chunk; text that is not certain yet comes with a later event."""
     head = writer.format_head("chat.completion.chunk")
@@ -267,7 +267,7 @@ async def _stream(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceWriter:
+class _ChoiceWriter:
     """Formats the choices of one answer."""
 
     codec: TextCodec
@@ -316,7 +316,7 @@ class ChoiceWriter:
 class _ChoiceStream:
     """Formats one streamed choice."""
 
-    def __init__(self, writer: ChoiceWriter, index: int, reply: ReplyReader) -> None:
+    def __init__(self, writer: _ChoiceWriter, index: int, reply: ReplyReader) -> None:
         self._writer = writer
         self._index = index
         self.reply = reply

@@ -99,8 +99,8 @@ async def _open_turn(context: ServerContext, request: Request, body: ContentsBod
     return question, await context.turns.open(request, question, id_prefix="gen_")
 
 
-def _make_writer(body: ContentsBody, turn: OpenTurn) -> AnswerWriter:
-    return AnswerWriter(
+def _make_writer(body: ContentsBody, turn: OpenTurn) -> _AnswerWriter:
+    return _AnswerWriter(
         answer_id=turn.answer_id,
         model_name=body.model or "",
         prompt_length=len(turn.request.prompt_ids),
@@ -112,7 +112,7 @@ Part = dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
-class AnswerWriter:
+class _AnswerWriter:
     """Formats one answer."""
 
     answer_id: str
@@ -173,7 +173,7 @@ class AnswerWriter:
 class _AnswerStream:
     """Formats the events of one answer."""
 
-    def __init__(self, writer: AnswerWriter, reply: ReplyReader) -> None:
+    def __init__(self, writer: _AnswerWriter, reply: ReplyReader) -> None:
         self._writer = writer
         self.reply = reply
         self._num_sampled = 0

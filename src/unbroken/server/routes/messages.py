@@ -41,7 +41,7 @@ async def _messages(body: MessagesBody, request: Request) -> Response:
     asked = await _read_question(context, request, body)
     question = replace(asked, sampling=body.sampling, max_tokens=body.max_tokens, caps_max_tokens=True)
     turn = await context.turns.open(request, question, id_prefix="msg_")
-    writer = MessageWriter(
+    writer = _MessageWriter(
         answer_id=turn.answer_id,
         model_name=body.model or context.config.model_name,
         prompt_length=len(turn.request.prompt_ids),
@@ -76,18 +76,18 @@ async def _read_question(context: ServerContext, request: Request, body: Convers
     return await make_question(context, request, body, conversation, format_name="output_config.format")
 
 
-def _choose_shown(body: ConversationBody) -> ShownThinking:
+def _choose_shown(body: ConversationBody) -> _ShownThinking:
     if body.thinking is None:
-        return ShownThinking.WHOLE
+        return _ShownThinking.WHOLE
     if body.thinking.type == "disabled":
-        return ShownThinking.NONE
-    return ShownThinking.OMITTED if body.thinking.display == "omitted" else ShownThinking.WHOLE
+        return _ShownThinking.NONE
+    return _ShownThinking.OMITTED if body.thinking.display == "omitted" else _ShownThinking.WHOLE
 
 
 Event = dict[str, Any]
 
 
-class ShownThinking(StrEnum):
+class _ShownThinking(StrEnum):
     """How a message shows its reasoning."""
 
     WHOLE = "whole"
@@ -98,13 +98,13 @@ class ShownThinking(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageWriter:
+class _MessageWriter:
     """Formats one message."""
 
     answer_id: str
     model_name: str
     prompt_length: int
-    shown: ShownThinking
+    shown: _ShownThinking
     max_tokens: int
     """Of the request; the context may allow less."""
     context_length: int
@@ -164,7 +164,7 @@ class MessageWriter:
 class _MessageStream:
     """Formats the events of one message."""
 
-    def __init__(self, writer: MessageWriter, reply: ReplyReader) -> None:
+    def __init__(self, writer: _MessageWriter, reply: ReplyReader) -> None:
         self._writer = writer
         self.reply = reply
         self._blocks = _BlockList(writer.shown)
@@ -194,7 +194,7 @@ class _MessageStream:
 class _BlockList:
     """The content blocks so far. The last one may be open."""
 
-    shown: ShownThinking
+    shown: _ShownThinking
     blocks: list[dict[str, Any]] = field(default_factory=list)
     _open: PartKind | None = None
     _thinking: str = ""
@@ -202,7 +202,7 @@ class _BlockList:
 
     def add(self, piece: ReplyPiece) -> Iterator[Event]:
         """Add a piece; yields the events that tell it."""
-        if piece.kind is PartKind.REASONING and self.shown is ShownThinking.NONE:
+        if piece.kind is PartKind.REASONING and self.shown is _ShownThinking.NONE:
             return
         if piece.call is not None:
             yield from self.end()
@@ -220,7 +220,7 @@ class _BlockList:
             yield self._delta({"type": "text_delta", "text": piece.text})
             return
         self._thinking += piece.text
-        if self.shown is ShownThinking.WHOLE:
+        if self.shown is _ShownThinking.WHOLE:
             self.blocks[-1]["thinking"] += piece.text
             yield self._delta({"type": "thinking_delta", "thinking": piece.text})
 
@@ -229,7 +229,7 @@ class _BlockList:
         if self._open is None:
             return
         if self._open is PartKind.REASONING:
-            seal = make_seal(self._thinking, packed=self.shown is ShownThinking.OMITTED)
+            seal = make_seal(self._thinking, packed=self.shown is _ShownThinking.OMITTED)
             self.blocks[-1]["signature"], self._thinking = seal, ""
             yield self._delta({"type": "signature_delta", "signature": seal})
         self._open = None

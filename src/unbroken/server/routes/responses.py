@@ -76,7 +76,7 @@ async def _responses(body: ResponsesBody, request: Request) -> Response:
         conversation=body.conversation_id,
     )
     turn = await _open_turn(context, request, question, truncates=body.truncation == "auto")
-    writer = ResponseWriter(
+    writer = _ResponseWriter(
         answer_id=turn.answer_id,
         model_name=body.model or context.config.model_name,
         body=body,
@@ -216,7 +216,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseWriter:
+class _ResponseWriter:
     """Formats one answer."""
 
     keep: Callable[[Sequence[dict[str, Any]]], None]
@@ -259,7 +259,7 @@ class ResponseWriter:
         }
 
     def format_end(
-        self, reply: ReplyReader, items: ItemList, sampled: SampledSequence | SampleChunk, num_sampled: int
+        self, reply: ReplyReader, items: _ItemList, sampled: SampledSequence | SampleChunk, num_sampled: int
     ) -> dict[str, Any]:
         """The response object at its end."""
         assert sampled.finish_reason is not None
@@ -283,9 +283,9 @@ class ResponseWriter:
         list(items.end(is_cut=sequence.finish_reason is FinishReason.LENGTH))
         return self.format_end(reply.reader, items, sequence, len(sequence.completion_ids))
 
-    def make_items(self) -> ItemList:
+    def make_items(self) -> _ItemList:
         """Make the empty list of output items."""
-        return ItemList(
+        return _ItemList(
             self.answer_id.removeprefix("resp_"),
             seals=self.body.seals_reasoning,
             namespaces=self.body.find_namespaces(),
@@ -308,7 +308,7 @@ class ResponseWriter:
 class _ResponseStream:
     """Formats the events of one answer."""
 
-    def __init__(self, writer: ResponseWriter, reply: ReplyReader) -> None:
+    def __init__(self, writer: _ResponseWriter, reply: ReplyReader) -> None:
         self._writer = writer
         self.reply = reply
         self._items = writer.make_items()
@@ -347,7 +347,7 @@ class _ResponseStream:
         return {"type": event["type"], "sequence_number": self._num_events - 1, **event}
 
 
-class ItemList:
+class _ItemList:
     """The output items so far. The last one may be open."""
 
     def __init__(self, name: str, *, seals: bool, namespaces: Mapping[str, tuple[str, str]], custom: Set[str]) -> None:
