@@ -62,10 +62,11 @@ def command(recipe: Path, output: Path, model: Path, **options: str) -> list[str
 
 
 def lines(output: Path) -> list[dict]:
-    """What was logged, but for the seconds."""
+    """What was logged, but for seconds and memory."""
     whole = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per_s/", "idle/"))} for line in whole
+        {k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per_s/", "idle/", "memory/"))}
+        for line in whole
     ]
 
 

@@ -177,8 +177,9 @@ class StepLog:
         return {**known, **other, **measure_memory()}
 
     def end_step_of_another(self) -> Metrics:
-        """As `end_step`, of a step that another process has made, before a kill."""
-        return {**self._take(), **{f"seconds/{name}": None for name in (*_STEP_SPANS, "other", "wall")}}
+        """As `end_step`, of a step that another process has made, before a kill: with the same names."""
+        unknown = [f"seconds/{name}" for name in (*_STEP_SPANS, "other", "wall")]
+        return {**self._take(), **dict.fromkeys([*unknown, *measure_memory()])}
 
     def end_after_step(self, lost: Mapping[str, float]) -> None:
         """What comes after a step is done; of its seconds, those of outages are a part by themselves."""

@@ -102,6 +102,7 @@ async def test_the_step_that_a_run_continues_after_has_no_seconds_of_another_pro
     await run(tmp_path, num_steps=2)
     logged, _ = await run(tmp_path, num_steps=3)
     assert [line["step"] for line in logged] == [0, 1, 2]
+    assert logged[1].keys() == logged[2].keys()
     assert logged[1]["seconds/wall"] is logged[1]["seconds/other"] is logged[1]["seconds/sleep"] is None
     assert logged[2]["seconds/other"] < 0.5 * logged[2]["seconds/wall"]
 
