@@ -40,7 +40,7 @@ _READY = 1 / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCounts(Sums):
+class _GroupCounts(Sums):
     """What became of the groups of a process that were not trained, since the step before."""
 
     num_dropped: int = 0
@@ -63,7 +63,7 @@ class StepGroups:
     step: int
     """From 0."""
     groups: Sequence[TrajectoryGroup]
-    counts: GroupCounts
+    counts: _GroupCounts
     waited_s: float
     """How long the trainer waited for them."""
     since_last_s: float
@@ -80,7 +80,7 @@ class StepGroups:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LiveGroup:
+class _LiveGroup:
     """A group in flight, or finished and not yet taken."""
 
     number: int
@@ -152,13 +152,13 @@ class GroupQueue:
     _is_held: bool = field(init=False, default=False)
     _next_version: int = field(init=False)
     """The version that the next step begins with, at the latest."""
-    _live: list[LiveGroup] = field(init=False, default_factory=list)
+    _live: list[_LiveGroup] = field(init=False, default_factory=list)
     """In the order in which they were started."""
     _num_finished: int = field(init=False, default=0)
     """How many of these are. Counted, because a step may have thousands of groups, each of which is looked at."""
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _num_outages: int = field(init=False, default=0)
-    _counts: GroupCounts = field(init=False, default_factory=GroupCounts)
+    _counts: _GroupCounts = field(init=False, default_factory=_GroupCounts)
     _taken_s: float | None = field(init=False, default=None)
     """When the groups of the step before were taken, or the first ones waited for."""
     _waited_s: float = field(init=False, default=0.0)
@@ -194,7 +194,7 @@ class GroupQueue:
         """Whether no group starts, until the trainer has seen to a lost engine, or because the run ends."""
         return self.lost is not None or self.failure is not None
 
-    async def wait(self, step: int, version: int) -> list[LiveGroup] | None:
+    async def wait(self, step: int, version: int) -> list[_LiveGroup] | None:
         """Wait for the groups of a step that begins with `version`; None once an engine is lost or the run fails."""
         self._is_paused = False
         if self._taken_s is None:
@@ -212,7 +212,7 @@ class GroupQueue:
         self._waited_s += loop_time_s() - started
         return chosen
 
-    def take(self, chosen: Sequence[LiveGroup], step: int, *, waited_s: float, next_version: int) -> StepGroups:
+    def take(self, chosen: Sequence[_LiveGroup], step: int, *, waited_s: float, next_version: int) -> StepGroups:
         """Take finished groups for a step, in the order of their numbers: they are trained from now on.
 
         The step after it begins with `next_version` at the latest. `failure` is set if the source cannot record them.
@@ -230,12 +230,12 @@ class GroupQueue:
         since_last_s, self._taken_s = now_s - (now_s if self._taken_s is None else self._taken_s), now_s
         self._adapt_limit(since_last_s=since_last_s)
         replaced, self._replaced = self._replaced, {}
-        counts, self._counts = self._counts, GroupCounts()
+        counts, self._counts = self._counts, _GroupCounts()
         of_step = StepGroups(
             step=step,
             groups=[live.group for live in chosen if live.group is not None],
             replaced=[replaced[number] for number in sorted(replaced)],
-            counts=counts + GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
+            counts=counts + _GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
             waited_s=waited_s,
             since_last_s=since_last_s,
             state=self._get_state(),
@@ -254,7 +254,7 @@ class GroupQueue:
             if not may_start:
                 return
             number = self.numbers.take_next()
-            live = LiveGroup(
+            live = _LiveGroup(
                 number=number,
                 oldest_version=self.engine_version,
                 has_seen_outages=self._num_outages,
@@ -300,7 +300,7 @@ class GroupQueue:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _sample(self, live: LiveGroup) -> None:
+    async def _sample(self, live: _LiveGroup) -> None:
         """Sample a group; it is then finished, replaced, dropped or lost, or the run ends with its error."""
         try:
             found = await self._sample_or_lose(live)
@@ -319,7 +319,7 @@ class GroupQueue:
         else:
             self._finish(live, found, is_replaced=is_replaced)
 
-    async def _sample_or_lose(self, live: LiveGroup) -> TrajectoryGroup | EngineError:
+    async def _sample_or_lose(self, live: _LiveGroup) -> TrajectoryGroup | EngineError:
         """The group, or the error by which it was lost with its engine."""
         try:
             with count_effort(live.effort):
@@ -332,7 +332,7 @@ class GroupQueue:
             return error
         return group if lost is None else lost
 
-    def _finish(self, live: LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
+    def _finish(self, live: _LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
         live.group = group
         self._num_finished += 1
         live.oldest_version = min(group.sampled_versions, default=live.oldest_version)
@@ -346,34 +346,34 @@ class GroupQueue:
         self.fill()
         self._changed.set()
 
-    def _replace(self, live: LiveGroup, group: TrajectoryGroup) -> None:
+    def _replace(self, live: _LiveGroup, group: TrajectoryGroup) -> None:
         self._remove(live)
         self.numbers.mark_replaced(live.number)
         self._record(live)
         self._replaced[live.number] = group
         self._end_lane(live, QUEUED, "replaced")
 
-    def _drop(self, live: LiveGroup) -> None:
+    def _drop(self, live: _LiveGroup) -> None:
         self._remove(live)
         self.numbers.put_back(live.number)
-        self._counts += GroupCounts(num_dropped=1, num_dropped_ids=live.effort.num_ids)
+        self._counts += _GroupCounts(num_dropped=1, num_dropped_ids=live.effort.num_ids)
         self._end_lane(live, QUEUED, "dropped")
 
-    def _lose_group(self, live: LiveGroup, error: EngineError) -> None:
+    def _lose_group(self, live: _LiveGroup, error: EngineError) -> None:
         self._remove(live)
         self.numbers.put_back(live.number)
-        self._counts += GroupCounts(num_lost=1, num_lost_ids=live.effort.num_ids)
+        self._counts += _GroupCounts(num_lost=1, num_lost_ids=live.effort.num_ids)
         self._end_lane(live, SAMPLED, "lost")
         # One that was started before an outage that is over says nothing of the engine as it is now.
         if live.has_seen_outages == self._num_outages:
             self.lose(error)
         self.fill()
 
-    def _remove(self, live: LiveGroup) -> None:
+    def _remove(self, live: _LiveGroup) -> None:
         self._live.remove(live)
         self._num_finished -= live.is_finished
 
-    def _record(self, live: LiveGroup) -> None:
+    def _record(self, live: _LiveGroup) -> None:
         """Let the source take note, whose error ends the run in all processes."""
         assert live.group is not None, "it is finished"
         try:
@@ -400,11 +400,11 @@ class GroupQueue:
         trained_at = self._next_version + len(self._live) // self.source.groups_per_step
         return trained_at - self.engine_version <= self.config.max_staleness
 
-    def _is_too_old(self, live: LiveGroup, version: int) -> bool:
+    def _is_too_old(self, live: _LiveGroup, version: int) -> bool:
         """Whether the group may not be trained at this version or later."""
         return version - live.oldest_version > self._max_age
 
-    def _find_oldest_usable(self, live: LiveGroup) -> int:
+    def _find_oldest_usable(self, live: _LiveGroup) -> int:
         """The oldest version of its ids; one that is older than its start, and too old, is of an engine left behind."""
         return min(live.oldest_version, self._next_version - self._max_age)
 
@@ -421,7 +421,7 @@ class GroupQueue:
         """What the staleness bound allows."""
         return (self.config.max_staleness + 1) * self.source.groups_per_step
 
-    def _choose(self, version: int) -> list[LiveGroup] | None:
+    def _choose(self, version: int) -> list[_LiveGroup] | None:
         """Choose the finished groups of a step that begins with `version`; None if it must wait.
 
         The oldest come first, in the order of their start among equals. The step waits if it would leave more groups
@@ -439,7 +439,7 @@ class GroupQueue:
         must_wait = self.num_in_flight > 0 and not self._is_feasible(left, version + 1)
         return None if must_wait else chosen
 
-    def _is_feasible(self, groups: Collection[LiveGroup], version: int) -> bool:
+    def _is_feasible(self, groups: Collection[_LiveGroup], version: int) -> bool:
         """Whether the steps from `version` on can take all of these groups in time: the earliest due come first."""
         due = sorted(live.oldest_version + self.config.max_staleness - version for live in groups)
         per_step = self.source.groups_per_step
@@ -471,7 +471,7 @@ class GroupQueue:
         else:
             self.timeline.end(Track.SAMPLER)
 
-    def _end_lane(self, live: LiveGroup, name: str, fate: str, **more: Any) -> None:
+    def _end_lane(self, live: _LiveGroup, name: str, fate: str, **more: Any) -> None:
         """Show what became of a group."""
         ids, version = live.effort.num_ids, live.oldest_version
         self.timeline.end_lane(name, live.number, fate=fate, ids=ids, version=version, **more)

@@ -114,7 +114,7 @@ class StepRunner:
             after that, before the      nothing here needs the engine. The step is trained once, the version rises, and
             weights are published       a checkpoint is written if one is due, as if the engine were there
             when they are published     they are sent again until the engine is back and has taken them; the wait is in
-                                        `_publish`
+                                        `_publish`, or with `max_staleness` where the processes meet next
             if it stays away            after `OutageConfig.wait_s` the run ends with an `OutageError`. `train` then
                                         writes a checkpoint of the last step that was trained (`save_last`), due or not,
                                         and the same command continues from there
