@@ -27,11 +27,12 @@ def make_page(text: str) -> str:
 
 
 def make_table(topic: Topic) -> str:
-    """The rules of a topic, a line each."""
+    """The rules of a topic, a line each; pages that an advice names are links."""
     lines = ["| diagnosis | when | what to do |", "|---|---|---|"]
     for rule in RULES:
         if rule.topic is topic:
-            lines.append(f'| <a id="{rule.name}"></a>`{rule.name}` | {rule.when} | {rule.advice} |')
+            advice = re.sub(r"\bdocs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", rule.advice)
+            lines.append(f'| <a id="{rule.name}"></a>`{rule.name}` | {rule.when} | {advice} |')
     return "\n".join(lines) + "\n"
 
 

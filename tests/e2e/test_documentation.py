@@ -259,6 +259,18 @@ def test_every_page_says_first_for_whom_it_is() -> None:
     assert not {name: text for name, text in firsts.items() if not text.startswith("For whoever ")}
 
 
+WITHOUT_TROUBLE = ("environments-run.md", "vision.md", "vllm.md", "drift.md", "clients.md", "troubleshooting.md")
+"""Guides that speak of no run."""
+
+
+def test_each_tutorial_and_guide_of_a_run_leads_to_what_to_do_when_it_goes_wrong() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("  - Tutorials:\n")[2].partition("  - With other")[0]
+    pages = set(re.findall(r": ([\w/-]+\.md)$", nav, flags=re.MULTILINE))
+    assert set(WITHOUT_TROUBLE) <= pages
+    texts = {page: (ROOT / "docs" / page).read_text("utf-8") for page in pages - set(WITHOUT_TROUBLE)}
+    assert sorted(page for page, text in texts.items() if "troubleshooting.md" not in text) == []
+
+
 def test_llms_txt_has_every_page_that_a_reader_is_led_to() -> None:
     """Tutorials, guides and reference of the site; links of other files are checked above."""
     text = (ROOT / "llms.txt").read_text("utf-8")
