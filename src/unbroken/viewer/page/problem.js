@@ -9,7 +9,7 @@ async function showProblem(index, problem) {
   return el('div', { class: 'of-problem' }, el('h1', {}, 'Problem ', el('span', { class: 'soft' }, `${plural(rows.length, 'rollout')} of ${known.map((run) => makeVisible(run.name)).join(', ')}`)),
     el('pre', { class: 'question' }, makeVisible(rows[0].prompt ?? '–')), rows[0].expected === null ? null : el('p', {}, el('span', { class: 'soft' }, 'expected '), el('code', {}, makeVisible(rows[0].expected))),
     rows.length > 1 ? el('p', {}, link(['pair', known[0].number, newest.step, newest.index], known.length > 1 ? `${makeVisible(known[0].name)} and ${makeVisible(known[1].name)} side by side` : 'two of them side by side')) : null,
-    layCharts(makeProblemCharts(known)), known.map((run) => makeProblemList(run, index.runs.length > 1)));
+    layCharts(makeProblemCharts(known)), el('div', { class: 'lists' }, known.map((run) => makeProblemList(run, index.runs.length > 1, findRewardBounds(rows)))));
 }
 
 /* The runs that have rollouts of a problem, with them. */
@@ -47,12 +47,17 @@ function makeProblemCharts(runs) {
   (step) => document.getElementById(`of-step-${step}`)?.scrollIntoView({ block: 'center' }))).filter(Boolean);
 }
 
-/* A line for each step: the rewards of its rollouts, each a link to it. */
-function makeProblemList(run, isNamed) {
+/* A line for each step: the rewards of its rollouts, each a link to it, the higher the greener. */
+function makeProblemList(run, isNamed, [low, high]) {
+  const chip = (each, step) => {
+    const node = link(['rollout', run.number, step, each.index], format(each.reward, 3), { class: `chip${each.error === null ? '' : ' failed'}`, title: makeVisible(`${each.trajectory}: ${each.status}, said ${makeCell(each.given, 70)}`) });
+    if (isNumber(each.reward) && each.reward > low) node.style.backgroundColor = paint(HUES[SAMPLED], (each.reward - low) / (high - low));
+    return [node, ' '];
+  };
   const row = ([step, own]) => {
     const rewards = own.map((each) => each.reward).filter(isNumber);
     return el('tr', { id: `of-step-${own[0].number}` }, el('td', {}, link(['step', run.number, step], makeVisible(nameStep(step)))), el('td', { class: 'number' }, rewards.length > 1 ? `${format(mean(rewards), 3)} ± ${format(deviation(rewards), 2)}` : format(rewards[0], 3)),
-      el('td', { class: 'marks' }, own.flatMap((each) => [link(['rollout', run.number, step, each.index], format(each.reward, 3), { class: `chip${each.error === null ? '' : ' failed'}`, title: makeVisible(`${each.trajectory}: ${each.status}, said ${makeCell(each.given, 70)}`) }), ' '])));
+      el('td', { class: 'marks' }, own.flatMap((each) => chip(each, step))));
   };
   return el('section', {}, isNamed ? el('h2', { class: `run${run.number}` }, makeVisible(run.name)) : null, el('table', { class: 'by-step' },
     el('thead', {}, el('tr', {}, ['step', 'reward', 'rollouts'].map((text) => el('th', {}, text)))), el('tbody', {}, [...groupBy(run.rows, (each) => each.step)].map(row))));

@@ -64,7 +64,7 @@ function makeAnswers({ record, expected }) {
   if (!columns) return null;
   const last = findConversation(record).map((n) => record.messages[n]).findLast((message) => message.role === 'assistant');
   const given = typeof last?.content === 'string' ? last.content.trim() : JSON.stringify(last?.content ?? last?.tool_calls ?? null);
-  const side = (title, text) => el('div', {}, el('h2', {}, title), el('pre', {}, makeVisible(text.length > 240 ? `… ${text.slice(-240)}` : text)));
+  const side = (title, text) => el('div', {}, el('h2', {}, title), el('pre', {}, makeVisible(text.length > 240 ? `… ${text.slice(-240).trimStart()}` : text)));
   return el('section', { class: 'answers' }, expected === null ? null : [side('Expected', expected), side('Given', given)],
     el('details', {}, el('summary', {}, isNumber(index) ? `Row ${index} of the data set` : 'Row of the data set'),
       el('table', { class: 'settings' }, Object.entries(columns).map(([name, value]) => el('tr', {}, el('td', {}, el('code', {}, makeVisible(name))), el('td', {}, el('pre', {}, makeVisible(typeof value === 'string' ? value : JSON.stringify(value)))))))));
