@@ -690,10 +690,10 @@ def test_nothing_is_wider_than_a_narrow_window(browser, page):
 def test_a_diagnosis_stands_on_the_run_in_whole_sentences_with_commands_as_code(browser, page):
     browser.open(f"{page}#run")
     advice = "set --a.b-c, or see `unbroken x`"
-    finding = {"sentence": f"all rewards are 0 {HOSTILE}", "advice": advice, "link": "d.md#e"}
+    finding = {"sentence": f"all rewards are 0 `as it says` {HOSTILE}", "advice": advice, "link": "d.md#e"}
     run = json.dumps({"name": "run", "diagnosis": [finding]})
     browser.run(f"document.querySelector('main').prepend(makeDiagnoses([{run}]))")
-    assert read(browser, ".diagnosis .finding") == f"All rewards are 0 {HOSTILE}."
+    assert read(browser, ".diagnosis .finding") == f"All rewards are 0 `as it says` {HOSTILE}."
     assert read(browser, ".diagnosis p + p") == "Set --a.b-c, or see unbroken x. More: d.md#e"
     codes = "[...document.querySelectorAll('.diagnosis code')].map((node) => node.innerText)"
     assert browser.run(codes) == ["--a.b-c", "unbroken x", "d.md#e"]

@@ -68,7 +68,7 @@ function drawTop(index, kind, [run, step, number]) {
   if (kind === 'problem' || kind === 'pair') places.push(el('span', {}, kind === 'pair' ? 'side by side' : kind));
   document.title = `${places.map((place) => place.textContent).join(' · ')} – unbroken view`;
   document.getElementById('top').replaceChildren(el('b', {}, 'unbroken'), ...places,
-    el('span', { class: 'soft live' }, isExport ? 'exported' : index.runs.map((each) => each.state).join(', ')),
+    el('span', { class: 'soft live' }, isExport ? 'exported' : [...new Set(index.runs.map((each) => each.state))].join(', ')),
     button('◐', 'dark or light', switchTheme));
 }
 

@@ -34,14 +34,18 @@ function makeDiagnoses(runs) {
   const found = runs.flatMap((run) => (run.diagnosis ?? []).map((each) => [run, each]));
   if (!found.length) return null;
   return el('section', { class: 'diagnosis' }, el('h2', {}, 'Diagnosis'), found.map(([run, each]) => el('article', {},
-    el('p', { class: 'finding' }, runs.length > 1 ? el('span', { class: `run${runs.indexOf(run)}` }, makeVisible(`${run.name}: `)) : null, makeProse(each.sentence)),
+    el('p', { class: 'finding' }, runs.length > 1 ? el('span', { class: `run${runs.indexOf(run)}` }, makeVisible(`${run.name}: `)) : null, makeSentence(each.sentence)),
     el('p', {}, makeProse(each.advice), el('span', { class: 'soft' }, ' More: ', el('code', {}, makeVisible(each.link)))))));
 }
 
-/* A sentence as it is printed in a terminal, as one of a page: with a capital, a full stop, and options and commands as code. */
+/* A sentence as it is printed in a terminal, as one of a page: with a capital and a full stop. What it quotes stays as it is. */
+function makeSentence(text) {
+  return makeVisible(text).replace(/^[a-z]/, (letter) => letter.toUpperCase()).replace(/[^.!?:]$/, '$&.');
+}
+
+/* A sentence of ours, with its options and commands as code. */
 function makeProse(text) {
-  const whole = makeVisible(text).replace(/^[a-z]/, (letter) => letter.toUpperCase()).replace(/[^.!?:]$/, '$&.');
-  return whole.split(/(`[^`]+`|(?<![\w-])--[\w.-]*\w)/).map((part, n) => (n % 2 ? el('code', { class: part.startsWith('--') ? 'option' : null }, part.replaceAll('`', '')) : part));
+  return makeSentence(text).split(/(`[^`]+`|(?<![\w-])--[\w.-]*\w)/).map((part, n) => (n % 2 ? el('code', { class: part.startsWith('--') ? 'option' : null }, part.replaceAll('`', '')) : part));
 }
 
 /* Charts that can be folded: on a narrow page only the first section is open. */
