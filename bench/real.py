@@ -41,6 +41,7 @@ from shutil import which
 from typing import Any
 
 from real_task import CONTEXT, MAX_TURNS, options_of
+from unbroken.reports import WIDTH, ReportTable
 
 SIDES = ("fast", "exact", "trl")
 FILE = "results.jsonl"
@@ -314,10 +315,9 @@ def format_largest(described: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns that are as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)), flush=True)
+    """Print columns that are as wide as their widest cell; the first row has their names."""
+    columns, *others = rows
+    print(*ReportTable(columns=columns, rows=others).to_lines(WIDTH), sep="\n", flush=True)
 
 
 def name_device(device: str) -> str:

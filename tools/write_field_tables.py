@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from unbroken.reports import ReportTable
 from unbroken.server.http.ignored import DEFAULTS
 from unbroken.server.routes.chat import ChatBody
 from unbroken.server.routes.completions import CompletionBody
@@ -54,16 +55,16 @@ def list_names(body: type[BaseModel]) -> set[str]:
 
 def _make_table(title: str, known: Fields, body: type[BaseModel] | None) -> str:
     rest = "ignored" if known.ignores_unknown else "refused"
-    lines = [f"\n**{title}**", "", "| fields | here | why |", "|---|---|---|"]
+    rows = []
     if body is not None:
-        followed = ", ".join(f"`{name}`" for name in sorted(list_names(body)))
-        lines.append(f"| {followed} | followed | |")
-    lines += _make_rows(known.refused, "refused") + _make_rows(known.ignored, "ignored")
-    return "\n".join([*lines, f"| any other | {rest} | it is not a known field |", ""])
+        rows.append((", ".join(f"`{name}`" for name in sorted(list_names(body))), "followed", ""))
+    rows += _make_rows(known.refused, "refused") + _make_rows(known.ignored, "ignored")
+    rows.append(("any other", rest, "it is not a known field"))
+    return f"\n**{title}**\n\n{ReportTable(columns=('fields', 'here', 'why'), rows=rows).to_markdown()}"
 
 
-def _make_rows(reasons: Mapping[str, str], effect: str) -> list[str]:
-    return [f"| {', '.join(map(_format_name, names.split()))} | {effect} | {why} |" for why, names in reasons.items()]
+def _make_rows(reasons: Mapping[str, str], effect: str) -> list[tuple[str, str, str]]:
+    return [(", ".join(map(_format_name, names.split())), effect, why) for why, names in reasons.items()]
 
 
 def _format_name(name: str) -> str:

@@ -54,9 +54,9 @@ class ReportTable:
 
     def to_markdown(self) -> str:
         """The table in Markdown."""
-        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        first, rule, *rest = (f"| {' | '.join(map(_escape, line))} |\n" for line in lines)
-        return "".join([first, rule.replace(" ", ""), *rest])
+        lines = ["".join(f"| {_escape(text)} " if text else "| " for text in row) for row in (self.columns, *self.rows)]
+        lines.insert(1, "|---" * len(self.columns))
+        return "".join(f"{line}|\n" for line in lines)
 
     def _lay_out_columns(self, width: int) -> Iterator[str]:
         names, *columns = (_Column.of(name, [row[k] for row in self.rows]) for k, name in enumerate(self.columns))
@@ -180,4 +180,4 @@ def _wrap_row(name: str, lines: Sequence[str], width: int) -> Iterator[str]:
 
 def _escape(text: str) -> str:
     """A cell of a table in Markdown, on one line and without a bar that would end it."""
-    return " ".join(text.replace("|", "\\|").split())
+    return text.replace("|", "\\|").replace("\n", "<br>")

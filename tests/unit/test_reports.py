@@ -50,8 +50,8 @@ def test_text_from_outside_stays_on_its_line_and_moves_no_cursor():
 
 
 def test_a_bar_in_a_cell_ends_no_cell_of_markdown():
-    table = ReportTable(columns=("name", "value"), rows=[("a|b", "c\nd")])
-    assert table.to_markdown() == "| name | value |\n|---|---|\n| a\\|b | c d |\n"
+    table = ReportTable(columns=("name", "value"), rows=[("a|b", "c\nd"), ("e", "")])
+    assert table.to_markdown() == "| name | value |\n|---|---|\n| a\\|b | c<br>d |\n| e | |\n"
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path):

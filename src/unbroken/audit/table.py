@@ -72,7 +72,7 @@ def make_table(
         try:
             report = run_in_process(AuditTarget(template=str(file)), config, limits or ProcessLimits())
         except UnbrokenError as error:
-            names_of[name, "error", str(error), "", "", "", "", ""] = [name]
+            names_of[name, "error", _join_lines(str(error)), "", "", "", "", ""] = [name]
             continue
         finally:
             progress(f"{number}/{len(files)} {name}")
@@ -106,9 +106,13 @@ def _make_cells(report: AuditReport) -> list[str]:
     return [
         KIND_WORDS[report.kind.kind].partition(":")[0],
         ", ".join(limits) or "-",
-        " ".join(f"`{token.text}`" for token in report.turn_ends.ends) or "-",
+        " ".join(f"`{_join_lines(token.text)}`" for token in report.turn_ends.ends) or "-",
         trip.parser,
         f"{trip.num_same}/{num_read}" if num_read else "-",
         f"{100 * fuzz.exact_share:.1f} % of {fuzz.num_accepted}" if fuzz.num_accepted else "-",
         ", ".join(refused) or "-",
     ]
+
+
+def _join_lines(text: str) -> str:
+    return " ".join(text.split())

@@ -16,6 +16,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.utils.tensorboard import SummaryWriter
 
+from unbroken.reports import ReportTable
 from unbroken.training.config import Tracker, TrackerConfig
 
 _MLFLOW_RUN = "mlflow_run_id"
@@ -63,8 +64,8 @@ class Trackers:
             elif (log_table := getattr(tracker, "log_table", None)) is not None:
                 log_table(name, columns=list(columns), data=cells, step=step)
         if self._tensorboard is not None:
-            lines = [list(columns), ["---"] * len(columns), *rows]
-            self._tensorboard.add_text(name, "\n".join(map(_format_line, lines)), step)
+            texts = [["" if cell is None else str(cell) for cell in row] for row in rows]
+            self._tensorboard.add_text(name, ReportTable(columns=columns, rows=texts).to_markdown(), step)
 
     def cut(self, first_step: int) -> None:
         """Remove `first_step` and later steps from TensorBoard. Others cannot. W&B keeps the first values, which
@@ -116,12 +117,6 @@ def _log_trackio_table(
     import trackio
 
     tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))}, step=step)
-
-
-def _format_line(cells: Sequence[Any]) -> str:
-    """A line of a table in Markdown."""
-    texts = ("" if cell is None else str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells)
-    return f"| {' | '.join(texts)} |"
 
 
 # A run in MLflow is always named by its id: in another thread, MLflow's own functions would log to a new run.
