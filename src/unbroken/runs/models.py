@@ -83,14 +83,18 @@ def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: fl
         sizes = ModelSizes.of(model, modules=config.lora.modules if config.lora else ())
     except (AttributeError, OSError, TypeError, ValueError):
         return
-    lora, options = config.lora, config.engine.options
-    words = [part for word in options for part in word.split("=", 1)]
-    share = next((words[k + 1] for k, word in enumerate(words[:-1]) if word == "--gpu-memory-utilization"), "0.9")
-    has_copy = config.objective.needs_reference(config.training) and (
-        lora is None or config.trainer.reference_sync is not None
-    )
-    parallel = config.training.parallel
-    layout = Layout(
+    layout = _plan_layout(config, num_processes)
+    if (shortage := describe_shortage(sizes, config.training, layout, device_bytes=device_bytes)) is not None:
+        _logger.warning("%s may not fit: %s", source, shortage)
+
+
+def _plan_layout(config: RunConfig, num_processes: int) -> Layout:
+    """How the run lays the model out over its GPUs."""
+    lora, parallel = config.lora, config.training.parallel
+    has_reference = config.objective.needs_reference(config.training)
+    # An adapter's reference is the model without it, unless it is synchronised and so differs.
+    has_copy = has_reference and (lora is None or config.trainer.reference_sync is not None)
+    return Layout(
         fsdp=parallel.fsdp,
         tensor=parallel.tensor,
         expert=parallel.expert,
@@ -99,10 +103,17 @@ def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: fl
         lora_rank=0 if lora is None else lora.rank,
         is_base_exact=config.chosen_model_settings.dtype is Precision.FLOAT32,
         num_copies=has_copy + (config.engine.kind is EngineKind.EMBEDDED),
-        engine_share=float(share) if config.engine.kind is EngineKind.COLOCATED else 0.0,
+        engine_share=_find_engine_share(config),
     )
-    if (shortage := describe_shortage(sizes, config.training, layout, device_bytes=device_bytes)) is not None:
-        _logger.warning("%s may not fit: %s", source, shortage)
+
+
+def _find_engine_share(config: RunConfig) -> float:
+    """The share of a GPU's memory that a colocated vLLM takes for itself: its option, or vLLM's default."""
+    if config.engine.kind is not EngineKind.COLOCATED:
+        return 0.0
+    words = [part for word in config.engine.options for part in word.split("=", 1)]
+    option = "--gpu-memory-utilization"
+    return float(next((words[k + 1] for k, word in enumerate(words[:-1]) if word == option), "0.9"))
 
 
 _DEFAULT = ModelSettings()
