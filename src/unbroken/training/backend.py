@@ -16,6 +16,7 @@ import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ from unbroken.training.config import (
     SharedPrefixes,
     TrainerConfig,
 )
-from unbroken.training.model.adapters import BasePolicy, causal_lm, checksum_of_frozen, is_adapted
+from unbroken.training.model.adapters import BasePolicy, causal_lm, checksum_of, checksum_of_frozen, is_adapted
 from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.batch import ScoredRow, TrajectorySums
 from unbroken.training.model.compilation import compile_blocks
@@ -70,6 +71,7 @@ from unbroken.training.model.sharding import (
 from unbroken.training.model.weights import checkpoint_parameters, gather_adapter_weights, gather_weights
 from unbroken.training.passes import LossFn, Passes, PassMaker
 from unbroken.training.state import (
+    StoredState,
     TrainerState,
     check_trained,
     copy_tensors,
@@ -342,6 +344,29 @@ class TrainerBackend:
             load_averages(self.optimizer, self._trained, stored)
         self.num_updates = state.num_updates
         return state
+
+    def sum_weights(self) -> str:
+        """A checksum of the weights that checkpoints have (`checksum_of`)."""
+        with on_device(self.accelerator.device):
+            return checksum_of(list(checkpoint_parameters(self._model()).items()))
+
+    def find_difference(self, stored: StoredState) -> str | None:
+        """The first tensor or number of a checkpoint that is another one here; None if all have the same bits."""
+        state = stored.state
+        numbers = {
+            "num_updates": (self.num_updates, state.num_updates),
+            "trained": (self._trained, state.trained),
+            "frozen": (self._sum_frozen(), state.frozen),
+            "model": (self._origin, state.model and replace(state.model, source=self._origin.source)),  # it may move
+        }
+        for name, (own, theirs) in numbers.items():
+            if own != theirs and theirs is not None:  # earlier checkpoints have no model
+                return f"{name} is {theirs!r}, and here {own!r}"
+        with on_device(self.accelerator.device):
+            for part, tensors in self._parts().items():
+                if (name := stored.find_difference(part, tensors)) is not None:
+                    return f"{part} has other bits in {name}"
+        return None
 
     def _sum_frozen(self) -> str:
         """The checksum of the weights that checkpoints leave out, in the first process; empty if there are none."""

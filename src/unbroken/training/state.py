@@ -101,6 +101,17 @@ class StoredState:
                 self._read({f"{part}.{name}": whole})
                 tensor.copy_(shard_like(whole, tensor))
 
+    def find_difference(self, part: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """The name of the first of these tensors that is not stored with the same shape, type and bits, or of one that
+        is stored only; None if all are equal. Raises `CheckpointError` if a file cannot be read.
+        """
+        ours, theirs = {name: _describe(tensor) for name, tensor in tensors.items()}, self.names(part)
+        if ours != theirs:
+            return next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
+        stored = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        self.load(part, stored)
+        return next((name for name, tensor in tensors.items() if not _has_same_bits(tensor, stored[name])), None)
+
     def _read(self, tensors: dict[str, torch.Tensor]) -> None:
         _ignore_one_process()
         try:
@@ -325,6 +336,12 @@ def _is_of_another(name: str) -> bool:
         and int(num_processes) == dist.get_world_size()
         and int(rank) != dist.get_rank()
     )
+
+
+def _has_same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors of one shape and type; equal numbers would not do: 0 and -0 are equal, and NaN is not."""
+    own, others = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (tensor, other))
+    return torch.equal(own, others)
 
 
 def _describe(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:

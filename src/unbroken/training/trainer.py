@@ -43,7 +43,7 @@ from unbroken.training.model.scores import TokenScores
 from unbroken.training.objective.base import BatchLoss, LeftOut, LossStats, Objective, UpdateSize
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.state import check_json
+from unbroken.training.state import check_json, read_state
 from unbroken.types import Logprobs, Numerics, TrainingSample
 from unbroken.weights.sources import WeightStream
 
@@ -280,11 +280,7 @@ class Trainer:
         """
         with self.fail_together():
             check_json(extra or {}, name="extra")
-        entropy = {"weight": self._entropy_weight, "last": self._last_entropy}
-        rng = self._rng.bit_generator.state
-        processes = self.from_all_processes(
-            {"rng": rng, "entropy": entropy, "num_steps": self._num_steps, "extra": deepcopy(dict(extra or {}))}
-        )
+        processes = self.from_all_processes({**self._describe_process(), "extra": deepcopy(dict(extra or {}))})
         return self.backend.copy_state(policy_version=self.policy_version, processes=processes)
 
     def save_pretrained(
@@ -323,6 +319,30 @@ class Trainer:
         self._num_steps = mine["num_steps"]
         extra: Mapping[str, Any] = mine["extra"]
         return extra
+
+    @property
+    def weights_checksum(self) -> str | None:
+        """A checksum of the weights, with which a run can be verified afterwards; None unless numerics are exact."""
+        return self.backend.sum_weights() if self._config.numerics is Numerics.EXACT else None
+
+    def find_difference(self, folder: Path) -> str | None:
+        """What is the first in a checkpoint of one process that this trainer has otherwise, but for its `extra`; None
+        if everything has the same bits. Raises `CheckpointError` if the checkpoint is damaged.
+        """
+        stored = read_state(folder)
+        theirs = {"policy_version": stored.state.policy_version, **stored.state.processes[0]}
+        for name, own in {"policy_version": self.policy_version, **self._describe_process()}.items():
+            if theirs.get(name) != own:
+                return f"{name} is {theirs.get(name)!r}, and here {own!r}"
+        return self.backend.find_difference(stored)
+
+    def _describe_process(self) -> dict[str, Any]:
+        """What a checkpoint has of this process."""
+        return {
+            "rng": self._rng.bit_generator.state,
+            "entropy": {"weight": self._entropy_weight, "last": self._last_entropy},
+            "num_steps": self._num_steps,
+        }
 
     def _make_minibatches(self, units: Sequence[Any]) -> list[_Minibatch]:
         """Score the rows, and deal the units out to the minibatches of all iterations."""

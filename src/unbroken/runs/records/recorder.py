@@ -103,6 +103,7 @@ class Recorder:
             "rank": self.rank.index,
             "num_processes": self.rank.num_processes,
             "policy_version": self.trainer.policy_version,
+            "weights": self.trainer.weights_checksum,
             "model": self.source,
             **describe_rewards([group.rewards for group in rollouts.groups]),
             "counters": rollouts.counters.as_dict(),

@@ -394,11 +394,16 @@ def checksum_of_frozen(model: Any, *, gather: Any = _itself) -> str:
     gathers a sharded parameter.
     """
     frozen = [(strip_wrappers(name), own) for name, own in model.named_parameters() if not own.requires_grad]
+    return checksum_of(frozen, gather=gather)
+
+
+def checksum_of(named: Sequence[tuple[str, torch.Tensor]], *, gather: Any = _itself) -> str:
+    """A checksum of tensors by sums of their bits, as `checksum_of_frozen` says."""
     digest = hashlib.sha256()
-    sums = [_sum_bits(gather(parameter.detach())) for _, parameter in frozen]
+    sums = [_sum_bits(gather(tensor.detach())) for _, tensor in named]
     totals = torch.stack(sums).tolist() if sums else []
-    for (name, parameter), of_parameter in zip(frozen, totals, strict=True):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {of_parameter}".encode())
+    for (name, tensor), of_tensor in zip(named, totals, strict=True):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {of_tensor}".encode())
     return digest.hexdigest()[:16]
 
 

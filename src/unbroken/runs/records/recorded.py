@@ -1,0 +1,196 @@
+"""A step's file of rollouts, read back: groups that can be trained on as when they were sampled.
+
+The tree of a rollout is made of its rows. Worked example: two rows, of which the second goes on from id 3 of the first.
+
+    row 0    token_ids 1 2 3 4    segments [0, 2) prompt, node 0    [2, 4) sampled, node 1
+    row 1    token_ids 1 2 3 9 8  segments [0, 2) prompt, node 0    [2, 3) sampled, node 1    [3, 4) prompt, node 3 ...
+    nodes    0: 1 2    1: 3 4 (the longest part of it in a row)    3: 9    4: 8
+
+Nodes that no row has, such as a prompt that was never answered, are left out: nothing is trained on them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unbroken.counters import Counters
+from unbroken.errors import InvalidInputError, InvariantError, RolloutError
+from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.tree import TokenTree
+from unbroken.rendering.base import ParsedResponse
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from unbroken.runs.records.files import (
+    FORMAT,
+    MAX_TEXT,
+    MAX_TEXTS,
+    TEXTS,
+    make_first_lines,
+    parse_line,
+    read_lines,
+    summarize,
+)
+from unbroken.types import FinishReason, SampledSequence, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """What the file of a step has."""
+
+    path: Path
+    head: Mapping[str, Any]
+    """Its first line."""
+    texts: Sequence[str] | None
+    """Of its second line, which not all files have."""
+    records: Sequence[Mapping[str, Any]]
+    """A line for each trajectory."""
+
+    def make_groups(self) -> list[TrajectoryGroup]:
+        """The groups, with all that training needs. Messages, tools and parsed calls are not read back.
+
+        Raises:
+            InvalidInputError: a record is incomplete, or does not fit together.
+        """
+        groups = []
+        for name, siblings in itertools.groupby(self.records, key=lambda record: record.get("group")):
+            members = tuple(self._make_trajectory(record) for record in siblings)
+            groups.append(TrajectoryGroup(group_id=str(name), trajectories=members))
+        return groups
+
+    def find_changed_texts(self) -> str | None:
+        """The first column of the first line, or the texts of the second, that the records do not give again; None if
+        they give all, or the file has none.
+        """
+        if "columns" not in self.head:
+            return None
+        max_text = min(MAX_TEXT, MAX_TEXTS // max(len(self.records), 1))
+        try:
+            first, texts = make_first_lines({}, [summarize(record, max_text=max_text) for record in self.records])
+        except (KeyError, TypeError, ValueError, AttributeError, LookupError) as error:
+            return f"a record ({type(error).__name__}: {error})"
+        columns, made = self.head["columns"], json.loads(json.dumps(first["columns"]))
+        changed = [name for name in columns if columns[name] != made.get(name)]
+        return next(iter(changed), "texts" if self.texts != texts["texts"] else None)
+
+    def _make_trajectory(self, record: Mapping[str, Any]) -> Trajectory:
+        try:
+            return _make_trajectory(record)
+        except (KeyError, TypeError, ValueError, LookupError, InvariantError) as error:
+            raise InvalidInputError(
+                f"{self.path} must have whole records, and trajectory {record.get('trajectory')} is none: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def read_step(path: Path) -> RecordedStep:
+    """Read the file of a step; raises `InvalidInputError` if it is not such a file, or is damaged."""
+    lines = []
+    for number, line in enumerate(read_lines(path)):
+        try:
+            lines.append(parse_line(line))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{path} must be a file of rollouts: line {number}: {error}") from None
+    if not lines or lines[0].get("format") != FORMAT:
+        raise InvalidInputError(f"{path} must be a file of rollouts of the format {FORMAT}")
+    texts = next((line.get("texts") for line in lines[1:2] if line.get("kind") == TEXTS), None)
+    records = [line for line in lines[1:] if line.get("kind") != TEXTS]
+    return RecordedStep(path=path, head=lines[0], texts=texts, records=records)
+
+
+def read_head(path: Path) -> Mapping[str, Any]:
+    """Read the first line of a step's file; raises as `read_step`."""
+    for line in read_lines(path):
+        return parse_line(line)
+    raise InvalidInputError(f"{path} must be a file of rollouts, and has no line")
+
+
+def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
+    counters, status = Counters(), TrajectoryStatus(record["status"])
+    for key, times in record["counters"].items():
+        counters.add(key, times)
+    tree, turns = _make_tree(record["rows"], [FinishReason(turn["finish_reason"]) for turn in record["turns"]])
+    if len(turns) != len(record["turns"]):
+        raise InvariantError(f"rows have the sampled ids of {len(turns)} turns, and there are {len(record['turns'])}")
+    rewards = [turn["reward"] for turn in record["turns"]]
+    return Trajectory(
+        trajectory_id=record["trajectory"],
+        tree=tree,
+        turns=tuple(turns),
+        messages=(),
+        tools=(),
+        status=status,
+        reward=record["reward"],
+        turn_rewards=() if None in rewards else tuple(rewards),
+        reward_parts=record["reward_parts"],
+        counters=counters,
+        error=RolloutError(record["error"]) if status is TrajectoryStatus.FAILED else None,
+        wall_time_s=record["wall_time_s"],
+    )
+
+
+def _make_tree(rows: Sequence[Mapping[str, Any]], reasons: Sequence[FinishReason]) -> tuple[TokenTree, list[Turn]]:
+    """The tree of a trajectory's rows, and its turns: one for each sampled node, in their order."""
+    tree, turns, added = TokenTree(), [], dict[int, Position]()
+    for number, (row, place, segment) in sorted(_find_nodes(rows).items()):
+        start, stop = segment["start"], segment["stop"]
+        before = row["segments"][place - 1] if place else None
+        parent = None
+        if before is not None:
+            parent = Position(node=added[before["node"]].node, offset=before["stop"] - before["start"])
+        if (origin := Origin(segment["origin"])) is not Origin.SAMPLED:
+            added[number] = tree.add_given(row["token_ids"][start:stop], origin, parent=parent)
+            continue
+        if parent is None:
+            raise InvariantError(f"node {number} is sampled, and has no prompt")
+        sequence = _make_sequence(row, start, stop, reasons[len(turns)])
+        added[number] = tree.add_sampled(sequence, parent=parent)
+        turns.append(_make_turn(sequence, parent, added[number]))
+    return tree, turns
+
+
+def _find_nodes(rows: Iterable[Mapping[str, Any]]) -> dict[int, tuple[Mapping[str, Any], int, Mapping[str, Any]]]:
+    """For each node the row that has the longest part of it, with the place of its segment."""
+    found: dict[int, tuple[Mapping[str, Any], int, Mapping[str, Any]]] = {}
+    for row in rows:
+        for place, segment in enumerate(row["segments"]):
+            known = found.get(segment["node"])
+            if known is None or segment["stop"] - segment["start"] > known[2]["stop"] - known[2]["start"]:
+                found[segment["node"]] = row, place, segment
+    return found
+
+
+def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: FinishReason) -> SampledSequence:
+    """The completion [start, stop) of a row."""
+    sampled = [each for each in row["segments"] if each["origin"] == Origin.SAMPLED]
+    before = sum(each["stop"] - each["start"] for each in sampled if each["stop"] <= start)
+    spans = [
+        VersionSpan(start=max(first, start) - start, stop=min(last, stop) - start, policy_version=version)
+        for first, last, version in row["policy_versions"]
+        if first < stop and last > start
+    ]
+    return SampledSequence(
+        completion_ids=np.array(row["token_ids"][start:stop], dtype=np.int32),
+        rollout_logprobs=np.array(row["rollout_logprobs"][before : before + stop - start], dtype=np.float32),
+        finish_reason=reason,
+        version_spans=tuple(spans),
+        temperature=row["temperature"],
+    )
+
+
+def _make_turn(sequence: SampledSequence, prompt_end: Position, end: Position) -> Turn:
+    return Turn(
+        prompt_end=prompt_end,
+        end=end,
+        sequence=sequence,
+        message={"role": "assistant", "content": ""},
+        parsed=ParsedResponse(content=""),
+        bridge=None,
+        fork=None,
+        cut_by=None,
+    )

@@ -1,0 +1,556 @@
+"""`unbroken verify RUN`: train a finished run again from what it has recorded, and compare every number.
+
+    recipe.json ── config ── trainer ─┐
+    rollouts/step-N ── groups ────────┤  training.loop.train, without sampling
+    checkpoints/step-N ── its start ──┘    on_rollouts, on_step, save, after_step compare with the run's files
+
+Checkpoints cut a run into parts, each of which a process can verify by itself: it begins with the state of one, which
+the part before has compared with its own. A part ends at its first difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig
+from unbroken.runs.diagnosis.evidence import Numbers, read_steps
+from unbroken.runs.export.files import INFO, read_info
+from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.folder import find_state, may_change, read_recipe
+from unbroken.runs.models import find_revision
+from unbroken.runs.numerics import open_pair
+from unbroken.runs.processes import Rank
+from unbroken.runs.recipe import load_recipe
+from unbroken.runs.records.files import FOLDER, find_records
+from unbroken.runs.records.recorded import RecordedStep, read_head, read_step
+from unbroken.runs.records.recorder import Recorder
+from unbroken.runs.settings import build, describe, read_described, section_of
+from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
+from unbroken.training.groups import GroupSource
+from unbroken.training.loop import train
+from unbroken.training.metrics.writer import Metrics
+from unbroken.training.observer import RunObserver, StepRollouts
+from unbroken.training.state import read_state
+from unbroken.training.trainer import Trainer
+from unbroken.types import Numerics
+from unbroken.weights.files import describe_file
+
+_MEASURED = ("seconds/", "idle/", "memory/", "tokens_per_s/", "outages/", "weights/", "sampler/", "rollout/", "step")
+"""Metrics of the machine; and those of texts and times of rollouts, which are read from no file."""
+_OF_HEAD = ("policy_version", "weights", "num_groups", "num_rollouts", "rewards", "counters")
+_OF_ROW = ("token_ids", "rollout_logprobs", "policy_versions", "temperature", "is_trained", "loss", "advantages")
+_OF_SCORED_ROW = ("trainer_logprobs", "entropies", "ranks", "clipped", "corrected")
+"""Null in rows that the run did not score; here all are."""
+_MAX_SHOWN = 5
+"""Differences of one step that are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was verified of a run."""
+
+    num_steps: int
+    """Steps that the run has made."""
+    num_verified: int = 0
+    num_ids: int = 0
+    """Sampled ids whose logprobs were computed again."""
+    compared: tuple[str, ...] = ()
+    """Checkpoints and models that were compared."""
+    differences: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
+    """Steps that were not verified, and why."""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether every step was, and nothing differs."""
+        return self.num_verified == self.num_steps and not self.differences and not self.unverified
+
+    def merge(self, other: Verification) -> Verification:
+        """What two parts of one run have verified; a difference that both have found is one."""
+        return Verification(
+            num_steps=self.num_steps,
+            num_verified=self.num_verified + other.num_verified,
+            num_ids=self.num_ids + other.num_ids,
+            compared=self.compared + other.compared,
+            differences=tuple(dict.fromkeys(self.differences + other.differences)),
+            unverified=self.unverified + other.unverified,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A run's folder, as far as every part needs it."""
+
+    folder: Path
+    config: RunConfig
+    source: str
+    """The model that it began with."""
+    metrics: Mapping[int, Numbers]
+    files: Mapping[int, Path]
+    """Of each step's rollouts."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that it has made, by all of its files."""
+        made = max((step + 1 for step in (*self.metrics, *self.files)), default=0)
+        return max(made, *self.checkpoints, 0)
+
+    @property
+    def checkpoints(self) -> Mapping[int, Path]:
+        """Those that are there, by the number of steps."""
+        return dict(sorted(find_checkpoints(self.folder / "checkpoints").items()))
+
+
+def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1) -> Verification:
+    """Verify a finished run, its parts in up to `num_processes` processes. `model` is where its first model has moved.
+
+    Raises:
+        InvalidInputError: the run cannot be verified, with the setting or file that is the reason.
+    """
+    run = _open(folder, model)
+    reasons = dict(_find_unverifiable(run))
+    parts, unverified = _cut(run, reasons)
+    verify = partial(_verify_part, folder, model)
+    if num_processes == 1 or len(parts) <= 1:
+        found = [verify(*part) for part in _join(parts, 1)]
+    else:
+        with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(verify, *zip(*_join(parts, num_processes), strict=True)))
+    whole = Verification(num_steps=run.num_steps, unverified=tuple(unverified))
+    for each in found:
+        whole = whole.merge(each)
+    return whole
+
+
+def format_verification(found: Verification, folder: Path) -> str:
+    """The report: what differs, what was verified, and what was not."""
+    what = f"{found.num_verified} of {found.num_steps} steps, {found.num_ids} sampled ids"
+    lines = [
+        f"{folder}: {'verified' if found.is_verified else 'NOT VERIFIED'} ({what})",
+        *(f"  differs: {each}" for each in found.differences),
+        *(f"  not verified: {each}" for each in found.unverified),
+    ]
+    if found.num_verified:
+        also = f"; {', '.join(found.compared)}" if found.compared else ""
+        lines.append(
+            "  verified: logprobs of every sampled id, rows, advantages, loss, gradient norm and weights of these "
+            f"steps{also}"
+        )
+    lines.append(
+        "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are the "
+        "rendering of the messages, evaluations, times"
+    )
+    if found.differences:
+        lines.append(
+            "  A first step that differs in every row has another model, another number of threads, another processor "
+            "or another version of torch"
+        )
+    return "\n".join(lines)
+
+
+def _open(folder: Path, model: str | None) -> _Run:
+    """Read what is the same for all parts; raises as `verify_run`."""
+    stored = read_recipe(folder)
+    if find_state(folder) == "running":
+        raise InvalidInputError(f"RUN must have ended, and a process writes into {folder}: wait for its end")
+    if stored.code and not Path(stored.code).is_file():
+        raise InvalidInputError(f"the run's recipe must be there to read its settings, and {stored.code} is not")
+    section = load_recipe(Path(stored.code)).section if stored.code else section_of(RunConfig)
+    parts = {each.prefix.removesuffix(".") for each in section.all_sections()}
+    own = {name: value for name, value in stored.settings.items() if name in section.all_fields() or name in parts}
+    config: RunConfig = build(section, {**read_described(own, section), "output": folder})
+    for name, value in describe(config).items():
+        if not may_change(name) and stored.settings.get(name) != value:
+            raise InvalidInputError(
+                f"{name} must be read back from {folder / 'recipe.json'} as it is there, "
+                f"{stored.settings.get(name)!r}, and is {value!r}: has the recipe's code changed?"
+            )
+    _check_settings(config)
+    files = find_records(folder / FOLDER)
+    if any(rank > 0 for _, rank in files):
+        raise InvalidInputError(
+            "num_processes must be 1 for a run to be verified: several add their gradients in another order, and "
+            f"{folder / FOLDER} has files of {max(rank for _, rank in files) + 1}"
+        )
+    if not files:
+        raise InvalidInputError(f"{folder / FOLDER} must have the rollouts of the run (rollout_log.groups), got none")
+    by_step = {step: path for (step, _), path in files.items()}
+    metrics = {int(line["step"]): line for line in read_steps(folder)}
+    return _Run(
+        folder=folder, config=config, source=_find_source(by_step, config, model), metrics=metrics, files=by_step
+    )
+
+
+def _check_settings(config: RunConfig) -> None:
+    """Raise `InvalidInputError` for a run that cannot be verified, whatever is in its folder."""
+    trainer, engine = config.trainer, config.engine.kind
+    rules: Sequence[tuple[str, Any, bool, str]] = (
+        (
+            "trainer.numerics", trainer.numerics, trainer.numerics is Numerics.EXACT,
+            "exact: with fast ones the same weights have other bits in other batches",
+        ),
+        (
+            "engine.kind", engine, engine is EngineKind.EMBEDDED,
+            "embedded: on a GPU the backward pass adds in any order, and two steps on the same rows have other bits",
+        ),
+        (
+            "precision", config.precision, config.precision is Precision.FLOAT32,
+            "float32: products in bfloat16 were not shown to have the same bits twice in a backward pass",
+        ),
+        (
+            "loop.max_staleness", config.loop.max_staleness, config.loop.max_staleness == 0,
+            "0: ids of older weights cannot be compared with the weights of their step",
+        ),
+        (
+            "curriculum", config.curriculum, config.curriculum is None,
+            "none: the state by which it chose each problem is in no file",
+        ),
+        (
+            "rollouts.sampling", config.rollouts.sampling, not config.rollouts.sampling.truncates,
+            "without top_k, top_p and min_p: the ids that each was sampled from are in no file",
+        ),
+        (
+            "trainer.routing_replay", trainer.routing_replay, not trainer.routing_replay,
+            "false: the experts of each id are in no file",
+        ),
+        ("images", config.images, not config.images, "false: processed images are in no file"),
+    )  # fmt: skip
+    for name, value, is_possible, rule in rules:
+        if not is_possible:
+            raise InvalidInputError(f"{name} must be {rule}; got {value}, so this run cannot be verified")
+
+
+def _find_source(files: Mapping[int, Path], config: RunConfig, model: str | None) -> str:
+    """The folder or hub name of the first model, by the first file of rollouts that can be read."""
+    source = model
+    for path in files.values() if source is None else ():
+        try:
+            source = str(read_head(path)["model"])
+            break
+        except (InvalidInputError, KeyError):
+            continue
+    if source is None:
+        raise InvalidInputError("--model must be given: no file of rollouts says which model the run began with")
+    if Path(source).is_dir():
+        return source
+    if Path(source).is_absolute():
+        raise InvalidInputError(f"--model must be the model that the run began with, and {source} is not there")
+    return str(find_revision(source, config.model_settings.revision))
+
+
+def _find_unverifiable(run: _Run) -> Iterator[tuple[int, str]]:
+    """The steps whose inputs or results are not all recorded, each with the reason."""
+    for step in range(run.num_steps):
+        if step not in run.files:
+            yield step, f"{FOLDER}/ has no file of step {step} (rollout_log.groups, or it is gone)"
+        elif step not in run.metrics:
+            yield step, f"metrics/metrics.jsonl has no line of step {step}"
+        elif (reason := _find_missing(run.files[step])) is not None:
+            yield step, reason
+
+
+def _find_missing(path: Path) -> str | None:
+    """Why a step's file does not have all that the step was trained on; None if it has, or is damaged."""
+    try:
+        head = read_head(path)
+        num_kept, num_groups, processes = head["num_kept"], head["num_groups"], head["num_processes"]
+    except (InvalidInputError, KeyError):
+        return None  # which is a difference, and named where it is read
+    if processes != 1:
+        return f"num_processes must be 1, got {processes}: several add their gradients in another order"
+    if num_kept != num_groups:
+        return f"{path.name} has {num_kept} of {num_groups} groups (rollout_log.groups, rollout_log.max_mb)"
+    return None
+
+
+def _cut(run: _Run, reasons: Mapping[int, str]) -> tuple[list[tuple[int, int]], list[str]]:
+    """The parts [start, stop) between two checkpoints, without the steps from one that cannot be verified on; and why
+    these cannot.
+    """
+    bounds = sorted({0, run.num_steps, *run.checkpoints})
+    parts, unverified = [], []
+    for start, stop in itertools.pairwise(bounds):
+        end = next((step for step in range(start, stop) if step in reasons), stop)
+        if end > start:
+            parts.append((start, end))
+        if end < stop:
+            unverified.append(f"{_name_steps(end, stop)}: {reasons[end]}")
+    return parts, unverified
+
+
+def _name_steps(start: int, stop: int) -> str:
+    return f"step {start}" if stop == start + 1 else f"steps {start} to {stop - 1}"
+
+
+def _join(parts: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:
+    """Join neighbours as long as a part has no more than its share of all steps, so that there are about `number`."""
+    share = math.ceil(sum(stop - start for start, stop in parts) / number)
+    joined: list[tuple[int, int]] = []
+    for start, stop in parts:
+        if joined and joined[-1][1] == start and stop - joined[-1][0] <= share:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _verify_part(folder: Path, model: str | None, start: int, stop: int) -> Verification:
+    return asyncio.run(_replay(_open(folder, model), start, stop))
+
+
+async def _replay(run: _Run, start: int, stop: int) -> Verification:
+    """Train the steps [start, stop) again, and compare; raises as `verify_run`."""
+    config = run.config
+    with tempfile.TemporaryDirectory(prefix="unbroken-verify-") as name:
+        own = replace(config, output=Path(name))
+        async with open_pair(own, run.source) as (_, trainer):
+            steps = _RecordedSteps(run, start, stop)
+            comparison = _Comparison(run=run, trainer=trainer, steps=steps, scratch=Path(name), start=start)
+            checkpoints = _ComparedCheckpoints(run, comparison, start)
+            loop = replace(config.chosen_loop, num_steps=stop, max_empty_steps=None)
+            try:
+                await train(
+                    steps,
+                    trainer=trainer,
+                    publisher=None,
+                    metrics=None,
+                    config=loop,
+                    observer=comparison,
+                    checkpoints=checkpoints,
+                )
+            except _DifferenceError as error:
+                comparison.differences += error.found
+            except UnbrokenError as error:
+                comparison.differences.append(f"step {comparison.step}: {error}")
+    return Verification(
+        num_steps=run.num_steps,
+        num_verified=comparison.num_verified,
+        num_ids=comparison.num_ids,
+        compared=tuple(comparison.compared),
+        differences=tuple(comparison.differences),
+    )
+
+
+class _DifferenceError(UnbrokenError):
+    """A run's files do not have what is computed again."""
+
+    def __init__(self, found: Sequence[str]) -> None:
+        super().__init__("; ".join(found))
+        more = [f"and {len(found) - _MAX_SHOWN} more of this step"] if len(found) > _MAX_SHOWN else []
+        self.found = [*found[:_MAX_SHOWN], *more]
+
+
+class _RecordedSteps(GroupSource):
+    """Gives the groups of recorded steps in the place of a sampler.
+
+    The queue replaces groups of equal rewards as it did in the run. So those that were replaced, which are the last
+    ones of a file, come first: with 2 groups a step, of 3 recorded, 5 and 6 were trained and 4 was replaced.
+
+        file      5 6 4    numbers from 3 on    3: group 4, replaced    4: group 5    5: group 6
+    """
+
+    def __init__(self, run: _Run, start: int, stop: int) -> None:
+        """The numbers begin with what the checkpoint of `start` says was trained before."""
+        self.groups_per_step = run.config.rollouts.problems_per_step
+        self.opened: dict[int, RecordedStep] = {}
+        """Steps whose groups were given."""
+        self._files = run.files
+        self._steps = iter(range(start, stop))
+        self._groups: dict[int, TrajectoryGroup] = {}
+        self._number = 0
+        if start:
+            groups = read_state(run.checkpoints[start]).state.processes[0]["extra"].get("groups") or {}
+            self._number = int(groups.get("next", start * self.groups_per_step))
+
+    async def sample(self, number: int) -> TrajectoryGroup:
+        """Give the group with this number; raises `InvalidInputError` if a step's file is damaged."""
+        while number not in self._groups:
+            self._open_next()
+        return self._groups.pop(number)
+
+    def _open_next(self) -> None:
+        if (step := next(self._steps, None)) is None:
+            raise _DifferenceError(["the last step took more groups than its file has (groups/num_replaced)"])
+        recorded = read_step(self._files[step])
+        groups = recorded.make_groups()
+        self.opened[step] = recorded
+        for group in [*groups[self.groups_per_step :], *groups[: self.groups_per_step]]:
+            self._groups[self._number] = group
+            self._number += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Comparison(RunObserver):
+    """Compares what the loop makes of a part with what the run has recorded; raises `_DifferenceError`."""
+
+    run: _Run
+    trainer: Trainer
+    steps: _RecordedSteps
+    scratch: Path
+    start: int
+    step: int = field(init=False)
+    """The one that is made."""
+    num_verified: int = 0
+    num_ids: int = 0
+    compared: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.step = self.start
+
+    def warn(self, words: str) -> None:
+        """Say nothing: the run has said it."""
+
+    async def on_rollouts(self, rollouts: StepRollouts) -> None:
+        """Compare the step's file with the one that a recorder makes of the same groups, with all rows scored."""
+        recorded = self.steps.opened.pop(rollouts.step)
+        recorder = Recorder(
+            config=RolloutLogConfig(max_mb=None, scored_groups=None),
+            trainer=self.trainer,
+            source=self.run.source,
+            folder=self.scratch / FOLDER,
+            rank=Rank(),
+            num_steps=self.run.num_steps,
+        )
+        await recorder.record(replace(rollouts, is_trained=True))  # so that rows are scored in any case
+        again = read_step(self.scratch / FOLDER / recorded.path.name)
+        again.path.unlink()
+        if found := [*_compare_steps(recorded, again)]:
+            raise _DifferenceError([f"step {rollouts.step}: {recorded.path.name}: {each}" for each in found])
+        self.num_ids += sum(len(row["rollout_logprobs"]) for record in again.records for row in record["rows"])
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Compare the step's metrics with its line in `metrics.jsonl`."""
+        if step < self.start:  # shown again, as a run that continues does
+            return
+        if found := _compare_metrics(self.run.metrics[step], metrics):
+            raise _DifferenceError([f"step {step}: metrics.jsonl: {each}" for each in found])
+        self.num_verified += 1
+        self.step = step + 1
+
+    async def after_step(self, num_steps: int) -> None:
+        """Compare the models that the run has written after this step."""
+        if num_steps > self.start:
+            await asyncio.to_thread(self._compare_models, num_steps)
+
+    def _compare_models(self, num_steps: int) -> None:
+        folders = [self.run.folder / "final", self.run.folder / "best", *(self.run.folder / "models").glob("step-*")]
+        for folder in sorted(folders):
+            if (info := read_info(folder)) is None or info.step != num_steps:
+                continue
+            config = replace(self.run.config.export, merged=info.merged, dtype=info.dtype and Precision(info.dtype))
+            models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
+            again = models.write_final(num_steps)
+            for path in sorted(again.iterdir()):
+                if path.name in (INFO, "README.md") or path.is_dir():
+                    continue
+                self._compare_file(path, folder / path.name)
+            self.compared.append(str(folder.relative_to(self.run.folder)))
+
+    def _compare_file(self, path: Path, other: Path) -> None:
+        try:
+            is_same = describe_file(path) == describe_file(other)
+        except OSError as error:
+            raise _DifferenceError([f"{other}: {error}"]) from error
+        if not is_same:
+            raise _DifferenceError([f"{other} has other bytes than the model after {self.step} steps"])
+
+
+class _ComparedCheckpoints(Checkpoints):
+    """The run's checkpoints: a part begins with one, and those that it comes by are compared. Nothing is written."""
+
+    def __init__(self, run: _Run, comparison: _Comparison, start: int) -> None:
+        super().__init__(run.folder / "checkpoints")
+        self._comparison = comparison
+        self._start = start
+        self._found = run.checkpoints
+
+    def is_due(self, num_steps: int, *, last: int) -> bool:
+        """Whether the run has one of this step."""
+        return num_steps in self._found
+
+    def resume(self, trainer: Trainer) -> LastStep | None:
+        """Restore the trainer as it was before the part; None at the beginning of the run."""
+        if self._start == 0:
+            return None
+        extra = trainer.load(self._found[self._start])
+        return LastStep(num_steps=self._start, metrics=extra["metrics"], groups=extra.get("groups"))
+
+    def save(self, trainer: Trainer, last: LastStep) -> None:
+        """Compare the checkpoint with the trainer and with the loop's own numbers."""
+        folder = self._found[last.num_steps]
+        found = [each for each in (trainer.find_difference(folder),) if each is not None]
+        extra = read_state(folder).state.processes[0]["extra"]
+        if extra["num_steps"] != last.num_steps:
+            found.append(f"num_steps is {extra['num_steps']}, and here {last.num_steps}")
+        if extra.get("groups") is not None and extra["groups"] != last.groups:
+            found.append(f"groups are {extra['groups']}, and here {last.groups}")
+        found += _compare_metrics(extra["metrics"], last.metrics)
+        if found:
+            step = last.num_steps - 1
+            raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
+        self._comparison.compared.append(f"checkpoints/{folder.name}")
+
+
+def _compare_metrics(recorded: Numbers, again: Metrics) -> list[str]:
+    """The metrics that differ, of those that follow from rows."""
+    names = [name for name in dict.fromkeys([*recorded, *again]) if not name.startswith(_MEASURED)]
+    return [
+        f"{name} is {recorded.get(name)!r}, and computed again {again.get(name)!r}"
+        for name in names
+        if recorded.get(name) != again.get(name)
+    ]
+
+
+def _compare_steps(recorded: RecordedStep, again: RecordedStep) -> Iterator[str]:
+    """What differs in a step's file and the one that was made again."""
+    for name in _OF_HEAD:
+        if name in recorded.head and recorded.head[name] != again.head[name]:
+            yield f"{name} is {recorded.head[name]!r}, and computed again {again.head[name]!r}"
+    if (column := recorded.find_changed_texts()) is not None:
+        yield f"its first lines have other {column} than its records"
+    if [record["trajectory"] for record in recorded.records] != [record["trajectory"] for record in again.records]:
+        yield "groups were replaced that are not replaced again, or the other way round"
+        return
+    for record, own in zip(recorded.records, again.records, strict=True):
+        name = f"trajectory {record['trajectory']}"
+        if len(record["rows"]) != len(own["rows"]):
+            yield f"{name}: it has {len(record['rows'])} rows, and computed again {len(own['rows'])}"
+            continue
+        for number, (row, own_row) in enumerate(zip(record["rows"], own["rows"], strict=True)):
+            for found in _compare_rows(row, own_row):
+                yield f"{name}, row {number}: {found}"
+
+
+def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    """What differs in a row, and the first id whose logprob is not that of the weights."""
+    sampled, computed = row["rollout_logprobs"], again["trainer_logprobs"]
+    places = [k for each in again["segments"] if each["origin"] == "sampled" for k in range(each["start"], each["stop"])]
+    for place, own, other in zip(places, sampled, computed, strict=True):
+        if own != other:
+            yield (
+                f"position {place}, id {row['token_ids'][place]}: its logprob is {own!r}, and by the weights before the "
+                f"step {other!r}. It, the id or one before it is not what was sampled"
+            )
+            break
+    for name in _OF_ROW + tuple(name for name in _OF_SCORED_ROW if row.get(name) is not None):
+        if row.get(name) != again[name]:
+            yield f"{name} is {_shorten(row.get(name))}, and computed again {_shorten(again[name])}"
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]} ... {text[-15:]}"
