@@ -35,6 +35,7 @@ from unbroken.runs.command import (
     add_numerics_parser,
     add_sampler_parser,
     add_train_parser,
+    add_verify_parser,
     make_check,
     run_eval,
 )
@@ -171,6 +172,7 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
     add_audit_parser(commands)
     add_view_parser(commands)
     add_doctor_parser(commands)
+    add_verify_parser(commands)
     return parser
 
 

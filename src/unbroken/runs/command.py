@@ -392,6 +392,54 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_verify_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    verify = commands.add_parser(
+        "verify",
+        help="train a finished run again from its files, and compare every bit; or two runs with each other",
+        description="Train a finished run again from its rollouts, and compare logprobs, losses, gradient norms and "
+        "weights with its files: for trainer.numerics exact. What differs is named. With --against, compare the files "
+        "of two runs until the first id or number that differs, whatever their numerics. The status is 0 if all is "
+        "verified, or equal, else 1.",
+        allow_abbrev=False,
+    )
+    add = verify.add_argument
+    add("folder", type=Path, metavar="RUN", help="output folder of a run")
+    add("--against", type=Path, metavar="OTHER", help="output folder of another run")
+    add("--model", metavar="SOURCE", help="folder or hub name of the model that the run began with, if it has moved")
+    add("--processes", type=int, default=1, metavar="N", help="verify parts between checkpoints at the same time (1)")
+    add("--json", action="store_true", help="print the report as JSON")
+    verify.set_defaults(run=run_verify, parser=verify)
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Verify a run, or compare two, and print the report; returns the exit status.
+
+    Raises:
+        InvalidInputError: the run cannot be verified, with the setting or the file that is the reason.
+    """
+    folder: Path = arguments.folder
+    if arguments.processes < 1:
+        arguments.parser.error("--processes must be >= 1")
+    found: Any
+    if arguments.against is not None:
+        if arguments.model is not None or arguments.processes > 1:
+            arguments.parser.error("--model and --processes must be left out with --against, which reads files only")
+        from unbroken.runs.compare import compare_runs, format_comparison
+
+        found = compare_runs(folder, arguments.against)
+        text, is_good = format_comparison(found, folder, arguments.against), found.difference is None
+    else:
+        try:
+            from unbroken.runs.verify import format_verification, verify_run
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "verify needs the train extra", "train") from error
+        found = verify_run(folder, model=arguments.model, num_processes=arguments.processes)
+        text, is_good = format_verification(found, folder), found.is_verified
+    print(json.dumps(asdict(found), indent=1) if arguments.json else text)
+    return 0 if is_good else 1
+
+
 def _is_task(path: Path) -> bool:
     return path.suffix in (".toml", ".py") and not path.is_dir()
 

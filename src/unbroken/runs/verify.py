@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import multiprocessing
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.compare import compare_metrics, find_sampled
 from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig
 from unbroken.runs.diagnosis.evidence import Numbers, read_steps
 from unbroken.runs.export.files import INFO, read_info
@@ -48,8 +48,6 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics
 from unbroken.weights.files import describe_file
 
-_MEASURED = ("seconds/", "idle/", "memory/", "tokens_per_s/", "outages/", "weights/", "sampler/", "rollout/", "step")
-"""Metrics of the machine; and those of texts and times of rollouts, which are read from no file."""
 _OF_HEAD = ("policy_version", "weights", "num_groups", "num_rollouts", "rewards", "counters")
 _OF_ROW = ("token_ids", "rollout_logprobs", "policy_versions", "temperature", "is_trained", "loss", "advantages")
 _OF_SCORED_ROW = ("trainer_logprobs", "entropies", "ranks", "clipped", "corrected")
@@ -436,7 +434,7 @@ class _Comparison(RunObserver):
         """Compare the step's metrics with its line in `metrics.jsonl`."""
         if step < self.start:  # shown again, as a run that continues does
             return
-        if found := _compare_metrics(self.run.metrics[step], metrics):
+        if found := compare_metrics(self.run.metrics[step], metrics):
             raise _DifferenceError([f"step {step}: metrics.jsonl: {each}" for each in found])
         self.num_verified += 1
         self.step = step + 1
@@ -498,21 +496,11 @@ class _ComparedCheckpoints(Checkpoints):
             found.append(f"num_steps is {extra['num_steps']}, and here {last.num_steps}")
         if extra.get("groups") is not None and extra["groups"] != last.groups:
             found.append(f"groups are {extra['groups']}, and here {last.groups}")
-        found += _compare_metrics(extra["metrics"], last.metrics)
+        found += compare_metrics(extra["metrics"], last.metrics)
         if found:
             step = last.num_steps - 1
             raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
         self._comparison.compared.append(f"checkpoints/{folder.name}")
-
-
-def _compare_metrics(recorded: Numbers, again: Metrics) -> list[str]:
-    """The metrics that differ, of those that follow from rows."""
-    names = [name for name in dict.fromkeys([*recorded, *again]) if not name.startswith(_MEASURED)]
-    return [
-        f"{name} is {recorded.get(name)!r}, and computed again {again.get(name)!r}"
-        for name in names
-        if recorded.get(name) != again.get(name)
-    ]
 
 
 def _compare_steps(recorded: RecordedStep, again: RecordedStep) -> Iterator[str]:
@@ -538,12 +526,11 @@ def _compare_steps(recorded: RecordedStep, again: RecordedStep) -> Iterator[str]
 def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
     """What differs in a row, and the first id whose logprob is not that of the weights."""
     sampled, computed = row["rollout_logprobs"], again["trainer_logprobs"]
-    places = [k for each in again["segments"] if each["origin"] == "sampled" for k in range(each["start"], each["stop"])]
-    for place, own, other in zip(places, sampled, computed, strict=True):
+    for place, own, other in zip(find_sampled(again), sampled, computed, strict=True):
         if own != other:
             yield (
-                f"position {place}, id {row['token_ids'][place]}: its logprob is {own!r}, and by the weights before the "
-                f"step {other!r}. It, the id or one before it is not what was sampled"
+                f"position {place}, id {row['token_ids'][place]}: its logprob is {own!r}, and {other!r} by the weights "
+                "before the step: it, the id or one before it is not what was sampled"
             )
             break
     for name in _OF_ROW + tuple(name for name in _OF_SCORED_ROW if row.get(name) is not None):

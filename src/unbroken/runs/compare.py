@@ -1,0 +1,141 @@
+"""`unbroken verify RUN --against OTHER`: two runs, step by step, until the first id or number that differs.
+
+Only their files are read, so numerics may be fast. Steps are read from the first on, and none is left out: two runs may
+differ at one step and agree again later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.runs.diagnosis.evidence import Numbers, read_steps
+from unbroken.runs.folder import may_change, read_recipe
+from unbroken.runs.records.files import FOLDER, find_records
+from unbroken.runs.records.recorded import RecordedStep, read_step
+
+_MEASURED = ("seconds/", "idle/", "memory/", "tokens_per_s/", "outages/", "weights/", "sampler/", "rollout/", "step")
+"""Metrics of the machine; and those of texts and times of rollouts, which a verification does not read."""
+_OF_ROW = ("policy_versions", "temperature", "is_trained", "loss", "advantages", "trainer_logprobs")
+"""Keys of a row that are compared after its ids and their logprobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison:
+    """How far two runs are the same."""
+
+    num_equal: int
+    """Steps before the first that differs."""
+    settings: tuple[str, ...]
+    """Settings that differ, of those that affect what a step trains on."""
+    difference: str | None
+    """What differs first; None if all steps are equal."""
+
+
+def compare_runs(folder: Path, other: Path) -> RunComparison:
+    """Compare two runs; raises `InvalidInputError` if a folder is no run's, or a file of it is damaged."""
+    recipes = [read_recipe(each).settings for each in (folder, other)]
+    names = [name for name in dict.fromkeys(itertools.chain(*recipes)) if not may_change(name)]
+    settings = [
+        f"{name} is {recipes[0].get(name)!r} and {recipes[1].get(name)!r}"
+        for name in names
+        if recipes[0].get(name) != recipes[1].get(name)
+    ]
+    files = [find_records(each / FOLDER) for each in (folder, other)]
+    for each, found in zip((folder, other), files, strict=True):
+        if not found:
+            raise InvalidInputError(f"{each / FOLDER} must have the rollouts of the run (rollout_log.groups), got none")
+    metrics = [{int(line["step"]): line for line in read_steps(each)} for each in (folder, other)]
+    equal: set[int] = set()
+    for step, rank in sorted(files[0].keys() | files[1].keys()):
+        paths = [found.get((step, rank)) for found in files]
+        lines = [found.get(step, {}) for found in metrics]
+        if (difference := _compare_step(step, paths, lines, (folder, other))) is not None:
+            return RunComparison(num_equal=len(equal - {step}), settings=tuple(settings), difference=difference)
+        equal.add(step)
+    return RunComparison(num_equal=len(equal), settings=tuple(settings), difference=None)
+
+
+def format_comparison(found: RunComparison, folder: Path, other: Path) -> str:
+    """The report of a comparison."""
+    lines = [f"{folder} and {other}: {found.num_equal} steps are equal from the first on"]
+    lines += [f"  setting: {each}" for each in found.settings]
+    lines.append(f"  first difference: {found.difference}" if found.difference else "  no difference")
+    return "\n".join(lines)
+
+
+def compare_metrics(recorded: Numbers, again: Numbers) -> list[str]:
+    """The metrics that differ, of those that follow from rows."""
+    names = [name for name in dict.fromkeys([*recorded, *again]) if not name.startswith(_MEASURED)]
+    return [
+        f"{name} is {recorded.get(name)!r}, and {again.get(name)!r}"
+        for name in names
+        if recorded.get(name) != again.get(name)
+    ]
+
+
+def _compare_step(
+    step: int, paths: Sequence[Path | None], metrics: Sequence[Numbers], folders: Sequence[Path]
+) -> str | None:
+    """What differs first in a step of two runs, with what is known of its cause."""
+    own, other = paths
+    if own is None or other is None:
+        return f"step {step}: only {folders[0] if other is None else folders[1]} has its rollouts"
+    steps = [read_step(own), read_step(other)]
+    if (found := next(_compare_rollouts(*steps), None)) is not None:
+        return f"step {step}, {found}. The weights before the step {_compare_weights(*steps)}"
+    if found := next(iter(compare_metrics(*metrics)), None):
+        return f"step {step}, with equal rollouts: {found}"
+    return None
+
+
+def _compare_weights(own: RecordedStep, other: RecordedStep) -> str:
+    found = [step.head.get("weights") for step in (own, other)]
+    if None in found:
+        return "have no checksum (trainer.numerics is fast)"
+    return "are the same" if found[0] == found[1] else f"differ: {found[0]} and {found[1]}"
+
+
+def _compare_rollouts(own: RecordedStep, other: RecordedStep) -> Iterator[str]:
+    """What differs in the rollouts of a step: by their places, first what was sampled, then what was made of it."""
+    if len(own.records) != len(other.records):
+        yield f"{len(own.records)} and {len(other.records)} rollouts"
+    pairs = list(zip(own.records, other.records, strict=False))
+    for one, two in pairs:
+        name = f"trajectory {one['trajectory']}"
+        for number, rows in enumerate(itertools.zip_longest(one["rows"], two["rows"])):
+            yield from (f"{name}, row {number}: {found}" for found in _compare_sampled(*rows))
+        for key in ("status", "reward"):
+            if one[key] != two[key]:
+                yield f"{name}: {key} is {one[key]!r} and {two[key]!r}"
+    for one, two in pairs:
+        for number, (row, other_row) in enumerate(zip(one["rows"], two["rows"], strict=False)):
+            for key in _OF_ROW:
+                if row.get(key) != other_row.get(key):
+                    yield f"trajectory {one['trajectory']}, row {number}: {key} differs"
+
+
+def _compare_sampled(row: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> Iterator[str]:
+    """The first id of a row that differs, or the first whose logprob does, whichever comes first."""
+    if row is None or other is None:
+        yield f"only {'the second' if row is None else 'the first'} run has it"
+        return
+    logprobs = [dict(zip(find_sampled(each), each["rollout_logprobs"], strict=False)) for each in (row, other)]
+    for place, (own, theirs) in enumerate(itertools.zip_longest(row["token_ids"], other["token_ids"])):
+        if own != theirs:
+            yield f"position {place}: id {own} and {theirs}"
+            return
+        if logprobs[0].get(place) != logprobs[1].get(place):
+            yield f"position {place}, id {own}: logprob {logprobs[0].get(place)!r} and {logprobs[1].get(place)!r}"
+            return
+
+
+def find_sampled(row: Mapping[str, Any]) -> list[int]:
+    """The positions of a recorded row's sampled ids."""
+    return [
+        place for each in row["segments"] if each["origin"] == "sampled" for place in range(each["start"], each["stop"])
+    ]

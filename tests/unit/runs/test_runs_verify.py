@@ -1,0 +1,319 @@
+"""`unbroken verify RUN`: a finished run is trained again from its files, and what was changed in them is named."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support import letters_recipe
+from support.served import save_tiny_model
+from unbroken.cli import main
+
+RECIPE = Path(letters_recipe.__file__)
+CHANGED = 2
+"""The step in whose files something is changed: the third of four, after the checkpoint of the second."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "letters"
+    assert train(output, model) == 0
+    return output
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "letters"))
+
+
+def train(output: Path, model: Path, *options: str) -> int:
+    words = ["train", str(RECIPE), f"--output={output}", f"--model={model}", "--trainer.numerics=exact"]
+    words += ["--loop.num-steps=4", "--checkpoints.every=2", "--checkpoints.num-kept=9", "--preflight=false"]
+    words += ["--rollouts.sampling.max-tokens=8", "--rollouts.group-size=4", "--trainer.num-minibatches=2"]
+    return main([*words, *options])
+
+
+def verify(capsys, *words: Any) -> tuple[int, str]:
+    """The status and the report."""
+    capsys.readouterr()
+    status = main(["verify", *map(str, words)])
+    shown = capsys.readouterr()
+    return status, shown.out + shown.err
+
+
+def rollouts_of(run: Path, step: int = CHANGED) -> Path:
+    return run / "rollouts" / f"step-{step:08}.rank-0.jsonl.gz"
+
+
+def edit_lines(path: Path, edit: Callable[[list[Any]], None]) -> None:
+    """Change a file of rollouts, packed again as it should be."""
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    edit(lines)
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+
+def edit_json(path: Path, edit: Callable[[Any], None]) -> None:
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+def flip_byte(path: Path, place: int = -1000) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def row_of(lines: list[Any]) -> dict[str, Any]:
+    """The row of the sixth rollout: of the second group, which the run does not score."""
+    row: dict[str, Any] = lines[2 + 5]["rows"][0]
+    return row
+
+
+def change_sampled_id(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        row_of(lines)["token_ids"][-2] ^= 1
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_prompt_id(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        row_of(lines)["token_ids"][1] ^= 1
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_last_bit_of_logprob(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        logprobs = row_of(lines)["rollout_logprobs"]
+        logprobs[3] = float(str(np.nextafter(np.float32(logprobs[3]), np.float32(0))))
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_reward(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        lines[2 + 5]["reward"] += 1e-9
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_reward_everywhere_in_its_file(run: Path) -> None:
+    """As somebody would who knows the format: only the update shows it."""
+
+    def edit(lines: list[Any]) -> None:
+        lines[2 + 5]["reward"] += 0.25
+        lines[0]["columns"]["reward"][5] += 0.25
+        rewards = np.array(lines[0]["columns"]["reward"])
+        lines[0]["rewards"] = [len(rewards), float(rewards.mean()), float(rewards.std())]
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_advantage(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        row_of(lines)["advantages"][0][2] *= -1
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_text(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        lines[2 + 5]["messages"][-1]["content"] += "."
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_packed_byte(run: Path) -> None:
+    flip_byte(rollouts_of(run), 1500)
+
+
+def change_loss(run: Path) -> None:
+    path = run / "metrics" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[CHANGED]["train/grad_norm"] *= 1 + 1e-9
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_checkpoint(run: Path) -> None:
+    flip_byte(run / "checkpoints" / "step-00000002" / "__0_0.distcp", 20_000)
+
+
+def change_checkpoint_with_its_digest(run: Path) -> None:
+    """The checkpoint is whole by its own digests, so a run would continue from it."""
+    folder = run / "checkpoints" / "step-00000004"
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    place = next(k for k in range(20_000, len(data)) if data[k - 64 : k + 64].count(0) < 8)  # of numbers, no padding
+    data[place] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+
+    def edit(state: Any) -> None:
+        for file in state["files"]:
+            file["sha256"] = hashlib.sha256((folder / file["name"]).read_bytes()).hexdigest()
+
+    edit_json(folder / "state.json", edit)
+
+
+def change_generator(run: Path) -> None:
+    def edit(state: Any) -> None:
+        state["processes"][0]["rng"]["state"]["state"] += 1
+
+    edit_json(run / "checkpoints" / "step-00000004" / "state.json", edit)
+
+
+def change_final_model(run: Path) -> None:
+    flip_byte(run / "final" / "model.safetensors")
+
+
+def change_learning_rate(run: Path) -> None:
+    def edit(recipe: Any) -> None:
+        recipe["settings"]["trainer.optimizer.learning_rate"] *= 1.001
+
+    edit_json(run / "recipe.json", edit)
+
+
+def change_checksum(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        lines[0]["weights"] = lines[0]["weights"][:-1] + "g"
+
+    edit_lines(rollouts_of(run), edit)
+
+
+OF_ROW = "step-00000002.rank-0.jsonl.gz: trajectory 0-0-5/1, row 0: "
+PLANTED = [
+    (change_sampled_id, OF_ROW + "position "),
+    (change_prompt_id, OF_ROW + "position "),
+    (change_last_bit_of_logprob, OF_ROW + "position "),
+    (change_reward, "step 2: step-00000002.rank-0.jsonl.gz: rewards is "),
+    (change_reward_everywhere_in_its_file, OF_ROW + "advantages is "),
+    (change_advantage, OF_ROW + "advantages is "),
+    (change_text, "step-00000002.rank-0.jsonl.gz: its first lines have other texts"),
+    (change_packed_byte, "step-00000002.rank-0.jsonl.gz must be a file of rollouts"),
+    (change_loss, "step 2: metrics.jsonl: train/grad_norm is "),
+    (change_checkpoint, "checkpoints/step-00000002 must hold a whole checkpoint"),
+    (change_checkpoint_with_its_digest, "step 3: checkpoints/step-00000004: "),
+    (change_generator, "step 3: checkpoints/step-00000004: rng is "),
+    (change_final_model, "final/model.safetensors has other bytes than the model after 4 steps"),
+    (change_learning_rate, "step 0: metrics.jsonl: train/learning_rate is "),
+    (change_checksum, "step 2: step-00000002.rank-0.jsonl.gz: weights is "),
+]
+
+
+def test_a_run_is_verified_to_its_last_bit(run, capsys):
+    status, report = verify(capsys, run)
+    assert status == 0, report
+    assert f"{run}: verified (4 of 4 steps, 256 sampled ids)" in report
+    for each in ("checkpoints/step-00000001", "checkpoints/step-00000002", "checkpoints/step-00000004", "final"):
+        assert each in report
+    assert "not claimed: that ids were drawn with their seeds" in report
+
+
+@pytest.mark.parametrize(("change", "said"), PLANTED, ids=[change.__name__ for change, _ in PLANTED])
+def test_each_planted_change_is_found_and_named(run, capsys, change, said):
+    change(run)
+    status, report = verify(capsys, run)
+    assert (status, said in report) == (1, True), report
+    assert "NOT VERIFIED" in report
+
+
+def test_parts_in_processes_of_their_own_are_the_whole_run(run, capsys):
+    """The second part begins with a checkpoint, so a change before it hides none behind it."""
+    change_last_bit_of_logprob(run)
+    edit_lines(rollouts_of(run, 0), lambda lines: row_of(lines)["token_ids"].__setitem__(1, 7))
+    status, report = verify(capsys, run, "--processes", 2, "--json")
+    found = json.loads(report)
+    assert (status, found["num_steps"], found["num_verified"]) == (1, 4, 0)
+    assert [each.partition(":")[0] for each in found["differences"]][::2] == ["step 0", "step 2"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--lora.rank=2", "--trainer.kl-weight=0.1"],
+        ["--algorithm=dapo", "--rollouts.sampling.max-tokens=2", "--loop.max-empty-steps=none"],
+        ["--trainer.num-iterations=2", "--trainer.entropy-weight=0.01", "--algorithm=rloo"],
+    ],
+    ids=["adapters with a reference", "groups that are replaced", "two passes over the rows"],
+)
+def test_runs_of_other_kinds_are_verified(tmp_path, model, capsys, options):
+    assert train(tmp_path / "run", model, *options) == 0
+    status, report = verify(capsys, tmp_path / "run")
+    assert status == 0, report
+
+
+def test_steps_whose_rollouts_were_not_kept_are_not_verified_and_the_others_are(run, capsys):
+    rollouts_of(run, 1).unlink()
+    status, report = verify(capsys, run)
+    assert status == 1
+    assert "NOT VERIFIED (3 of 4 steps" in report
+    assert "  not verified: step 1: rollouts/ has no file of step 1 (rollout_log.groups, or it is gone)" in report
+    assert "differs" not in report.replace("first step that differs", "")
+
+    def leave_out_a_group(lines: list[Any]) -> None:
+        lines[0]["num_kept"] -= 1
+
+    edit_lines(rollouts_of(run, 3), leave_out_a_group)
+    status, report = verify(capsys, run)
+    assert "step 3: step-00000003.rank-0.jsonl.gz has 1 of 2 groups (rollout_log.groups, rollout_log.max_mb)" in report
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("trainer.numerics", "fast", "trainer.numerics must be exact: with fast ones .* got fast"),
+        ("loop.max_staleness", 1, "loop.max_staleness must be 0: .* got 1"),
+        ("curriculum", "my.py:make", "curriculum must be none: the state .* got my.py:make"),
+        ("rollouts.sampling.top_k", 5, "rollouts.sampling must be without top_k"),
+        ("engine.kind", "started", "engine.kind must be embedded|trainer.numerics must be fast with precision"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_with_its_field_and_rule(run, capsys, name, value, said):
+    import re
+
+    edit_json(run / "recipe.json", lambda recipe: recipe["settings"].__setitem__(name, value))
+    status, report = verify(capsys, run)
+    assert status == 1
+    assert re.search(said, report), report
+
+
+def test_files_that_are_gone_are_named(run, tmp_path, capsys):
+    status, report = verify(capsys, run, "--model", tmp_path / "nowhere")
+    assert (status, "--model must be the model that the run began with" in report) == (1, True)
+    (run / "metrics" / "metrics.jsonl").unlink()
+    status, report = verify(capsys, run)
+    assert (status, "metrics/metrics.jsonl has no line of step 0" in report) == (1, True)
+    shutil.rmtree(run / "rollouts")
+    status, report = verify(capsys, run)
+    assert (status, "must have the rollouts of the run (rollout_log.groups)" in report) == (1, True)
+
+
+def test_two_runs_are_compared_to_the_first_id_that_differs(run, finished, tmp_path, model, capsys):
+    assert verify(capsys, run, "--against", finished) == (
+        0,
+        f"{run} and {finished}: 4 steps are equal from the first on\n  no difference\n",
+    )
+    change_last_bit_of_logprob(run)
+    status, report = verify(capsys, run, "--against", finished)
+    assert status == 1
+    assert "2 steps are equal from the first on" in report
+    assert "first difference: step 2, trajectory 0-0-5/1, row 0: position " in report
+    assert "The weights before the step are the same" in report
+    other = tmp_path / "other"
+    assert train(other, model, "--trainer.optimizer.learning-rate=1e-3") == 0
+    status, report = verify(capsys, finished, "--against", other)
+    assert "setting: trainer.optimizer.learning_rate is 0.003 and 0.001" in report
+    assert "first difference: step 0, with equal rollouts: train/" in report
