@@ -449,7 +449,9 @@ class _Comparison(RunObserver):
         for folder in sorted(folders):
             if (info := read_info(folder)) is None or info.step != num_steps:
                 continue
-            config = replace(self.run.config.export, merged=info.merged, dtype=info.dtype and Precision(info.dtype))
+            config = replace(
+                self.run.config.export, merged=info.merged, dtype=None if info.dtype is None else Precision(info.dtype)
+            )
             models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
             again = models.write_final(num_steps)
             for path in sorted(again.iterdir()):

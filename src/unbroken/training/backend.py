@@ -353,7 +353,7 @@ class TrainerBackend:
     def find_difference(self, stored: StoredState) -> str | None:
         """The first tensor or number of a checkpoint that is another one here; None if all have the same bits."""
         state = stored.state
-        numbers = {
+        numbers: dict[str, tuple[Any, Any]] = {
             "num_updates": (self.num_updates, state.num_updates),
             "trained": (self._trained, state.trained),
             "frozen": (self._sum_frozen(), state.frozen),
@@ -364,8 +364,8 @@ class TrainerBackend:
                 return f"{name} is {theirs!r}, and here {own!r}"
         with on_device(self.accelerator.device):
             for part, tensors in self._parts().items():
-                if (name := stored.find_difference(part, tensors)) is not None:
-                    return f"{part} has other bits in {name}"
+                if (tensor := stored.find_difference(part, tensors)) is not None:
+                    return f"{part} has other bits in {tensor}"
         return None
 
     def _sum_frozen(self) -> str:

@@ -136,7 +136,9 @@ def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
 
 def _make_tree(rows: Sequence[Mapping[str, Any]], reasons: Sequence[FinishReason]) -> tuple[TokenTree, list[Turn]]:
     """The tree of a trajectory's rows, and its turns: one for each sampled node, in their order."""
-    tree, turns, added = TokenTree(), [], dict[int, Position]()
+    tree = TokenTree()
+    turns: list[Turn] = []
+    added: dict[int, Position] = {}
     for number, (row, place, segment) in sorted(_find_nodes(rows).items()):
         start, stop = segment["start"], segment["stop"]
         before = row["segments"][place - 1] if place else None
