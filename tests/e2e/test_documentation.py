@@ -182,6 +182,7 @@ NOT_RUN = {
     ("docs/trl.md", "@asynccontextmanager"): PART,
     ("docs/trl.md", "CUDA_VISIBLE_DEVICES=0 unbroken serve"): GPU,
     ("docs/trl.md", "GRPOConfig("): PART,
+    ("docs/verify.md", "unbroken verify runs/sums"): "tests/unit/runs/test_runs_verify.py does it",
     ("docs/viewer.md", "unbroken view runs/lookup"): "its commands are parsed, but ssh needs another machine",
     ("docs/vision.md", "             prompt"): DIAGRAM,
     ("docs/vision.md", "from PIL import Image"): HUB,
@@ -193,7 +194,7 @@ NOT_RUN = {
 """Beginnings of blocks, with the reason why they are not run."""
 
 
-_COMMANDS = "demo|new|train|eval|agent|export|serve|gateway|audit|view|doctor"
+_COMMANDS = "demo|new|train|eval|agent|export|serve|gateway|audit|view|doctor|verify"
 
 
 def commands(text: str) -> list[list[str]]:

@@ -6,7 +6,7 @@ The tree of a rollout is made of its rows. Worked example: two rows, of which th
     row 1    token_ids 1 2 3 9 8  segments [0, 2) prompt, node 0    [2, 3) sampled, node 1    [3, 4) prompt, node 3 ...
     nodes    0: 1 2    1: 3 4 (the longest part of it in a row)    3: 9    4: 8
 
-Nodes that no row has, such as a prompt that was never answered, are left out: nothing is trained on them.
+Of nodes that no row has, such as a prompt that was never answered, only the place is known: nobody trains their ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -136,28 +136,39 @@ def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
 
 def _make_tree(rows: Sequence[Mapping[str, Any]], reasons: Sequence[FinishReason]) -> tuple[TokenTree, list[Turn]]:
     """The tree of a trajectory's rows, and its turns: one for each sampled node, in their order."""
+    if len({row["temperature"] for row in rows}) > 1:
+        raise InvariantError("rows have several temperatures, which no step trains together")
     tree = TokenTree()
     turns: list[Turn] = []
     added: dict[int, Position] = {}
-    for number, (row, place, segment) in sorted(_find_nodes(rows).items()):
-        start, stop = segment["start"], segment["stop"]
-        before = row["segments"][place - 1] if place else None
+    nodes = _find_nodes(rows)
+    ends = _find_lost_ends(rows, nodes)
+    for number in sorted(nodes.keys() | ends.keys()):
+        if number in ends:
+            node, offset = ends[number]
+            tree.add_given([0], Origin.PROMPT, parent=Position(node=added[node].node, offset=offset))
+            continue
+        row, place, segment = nodes[number]
         parent = None
-        if before is not None:
+        if place:
+            before = row["segments"][place - 1]
             parent = Position(node=added[before["node"]].node, offset=before["stop"] - before["start"])
         if (origin := Origin(segment["origin"])) is not Origin.SAMPLED:
-            added[number] = tree.add_given(row["token_ids"][start:stop], origin, parent=parent)
+            added[number] = tree.add_given(row["token_ids"][segment["start"] : segment["stop"]], origin, parent=parent)
             continue
         if parent is None:
             raise InvariantError(f"node {number} is sampled, and has no prompt")
-        sequence = _make_sequence(row, start, stop, reasons[len(turns)])
+        sequence = _make_sequence(row, segment["start"], segment["stop"], reasons[len(turns)])
         added[number] = tree.add_sampled(sequence, parent=parent)
         turns.append(_make_turn(sequence, parent, added[number]))
     return tree, turns
 
 
-def _find_nodes(rows: Iterable[Mapping[str, Any]]) -> dict[int, tuple[Mapping[str, Any], int, Mapping[str, Any]]]:
-    """For each node the row that has the longest part of it, with the place of its segment."""
+_Nodes: TypeAlias = Mapping[int, tuple[Mapping[str, Any], int, Mapping[str, Any]]]
+"""For each node the row that has the longest part of it, with the place of its segment, and the segment."""
+
+
+def _find_nodes(rows: Iterable[Mapping[str, Any]]) -> _Nodes:
     found: dict[int, tuple[Mapping[str, Any], int, Mapping[str, Any]]] = {}
     for row in rows:
         for place, segment in enumerate(row["segments"]):
@@ -165,6 +176,34 @@ def _find_nodes(rows: Iterable[Mapping[str, Any]]) -> dict[int, tuple[Mapping[st
             if known is None or segment["stop"] - segment["start"] > known[2]["stop"] - known[2]["start"]:
                 found[segment["node"]] = row, place, segment
     return found
+
+
+def _find_lost_ends(rows: Iterable[Mapping[str, Any]], nodes: _Nodes) -> dict[int, tuple[int, int]]:
+    """Where rows ended whose branch went on with ids that nobody trains: (node, offset) by the number of a new node.
+
+    Rows are made of leaves, in the order of their numbers, and the first branch trains the ids that several share. So
+    without a prompt that was never answered, another row would train what the row before it did.
+    """
+    attached = {
+        (before["node"], before["stop"] - before["start"])
+        for row, place, _ in nodes.values()
+        if place and (before := row["segments"][place - 1])
+    }
+    ends: dict[int, tuple[int, int]] = {}
+    newest = -1
+    for row in rows:
+        segment = row["segments"][-1]
+        number, offset = segment["node"], segment["stop"] - segment["start"]
+        longest = nodes[number][2]
+        is_leaf = offset == longest["stop"] - longest["start"] and (number, offset) not in attached
+        if is_leaf and number > newest:
+            newest = number
+            continue
+        newest = max(newest, number) + 1
+        while newest in nodes:  # the number that it had is free, and lower than that of the next row's leaf
+            newest += 1
+        ends[newest] = number, offset
+    return ends
 
 
 def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: FinishReason) -> SampledSequence:
