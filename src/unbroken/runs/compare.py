@@ -86,10 +86,16 @@ def _compare_step(
     if own is None or other is None:
         return f"step {step}: only {folders[0] if other is None else folders[1]} has its rollouts"
     steps = [read_step(own), read_step(other)]
-    if (found := next(_compare_rollouts(*steps), None)) is not None:
+    try:
+        found = next(_compare_rollouts(*steps), None)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidInputError(
+            f"{own} and {other} must have whole records: {type(error).__name__}: {error}"
+        ) from error
+    if found is not None:
         return f"step {step}, {found}. The weights before the step {_compare_weights(*steps)}"
-    if found := next(iter(compare_metrics(*metrics)), None):
-        return f"step {step}, with equal rollouts: {found}"
+    if changed := compare_metrics(*metrics):
+        return f"step {step}, with equal rollouts: {changed[0]}"
     return None
 
 

@@ -361,33 +361,34 @@ class _RecordedSteps(GroupSource):
     """
 
     def __init__(self, run: _Run, start: int, stop: int) -> None:
-        """The numbers begin with what the checkpoint of `start` says was trained before."""
+        """The first number is that which is asked for first: what the checkpoint of `start` says comes next."""
         self.groups_per_step = run.config.rollouts.problems_per_step
         self.opened: dict[int, RecordedStep] = {}
         """Steps whose groups were given."""
         self._files = run.files
         self._steps = iter(range(start, stop))
         self._groups: dict[int, TrajectoryGroup] = {}
-        self._number = 0
-        if start:
-            groups = read_state(run.checkpoints[start]).state.processes[0]["extra"].get("groups") or {}
-            self._number = int(groups.get("next", start * self.groups_per_step))
+        self._number: int | None = None
+        """Of the next group: the loop asks for one after the other."""
 
     async def sample(self, number: int) -> TrajectoryGroup:
         """Give the group with this number; raises `InvalidInputError` if a step's file is damaged."""
+        if self._number is None:
+            self._number = number
         while number not in self._groups:
-            self._open_next()
+            self._number = self._open_next(self._number)
         return self._groups.pop(number)
 
-    def _open_next(self) -> None:
+    def _open_next(self, number: int) -> int:
+        """Number the groups of the next step from `number` on; returns the number of the one after them."""
         if (step := next(self._steps, None)) is None:
             raise _DifferenceError(["the last step took more groups than its file has (groups/num_replaced)"])
         recorded = read_step(self._files[step])
         groups = recorded.make_groups()
         self.opened[step] = recorded
-        for group in [*groups[self.groups_per_step :], *groups[: self.groups_per_step]]:
-            self._groups[self._number] = group
-            self._number += 1
+        ordered = [*groups[self.groups_per_step :], *groups[: self.groups_per_step]]
+        self._groups |= {number + place: group for place, group in enumerate(ordered)}
+        return number + len(ordered)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -487,18 +488,18 @@ class _ComparedCheckpoints(Checkpoints):
         if self._start == 0:
             return None
         extra = trainer.load(self._found[self._start])
-        return LastStep(num_steps=self._start, metrics=extra["metrics"], groups=extra.get("groups"))
+        return LastStep(num_steps=self._start, metrics=extra.get("metrics", {}), groups=extra.get("groups"))
 
     def save(self, trainer: Trainer, last: LastStep) -> None:
         """Compare the checkpoint with the trainer and with the loop's own numbers."""
         folder = self._found[last.num_steps]
         found = [each for each in (trainer.find_difference(folder),) if each is not None]
         extra = read_state(folder).state.processes[0]["extra"]
-        if extra["num_steps"] != last.num_steps:
-            found.append(f"num_steps is {extra['num_steps']}, and here {last.num_steps}")
+        if extra.get("num_steps") != last.num_steps:
+            found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
         if extra.get("groups") is not None and extra["groups"] != last.groups:
             found.append(f"groups are {extra['groups']}, and here {last.groups}")
-        found += compare_metrics(extra["metrics"], last.metrics)
+        found += compare_metrics(extra.get("metrics", {}), last.metrics)
         if found:
             step = last.num_steps - 1
             raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
@@ -528,7 +529,7 @@ def _compare_steps(recorded: RecordedStep, again: RecordedStep) -> Iterator[str]
 def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
     """What differs in a row, and the first id whose logprob is not that of the weights."""
     sampled, computed = row["rollout_logprobs"], again["trainer_logprobs"]
-    for place, own, other in zip(find_sampled(again), sampled, computed, strict=True):
+    for place, own, other in zip(find_sampled(again), sampled, computed, strict=False):
         if own != other:
             yield (
                 f"position {place}, id {row['token_ids'][place]}: its logprob is {own!r}, and {other!r} by the weights "
