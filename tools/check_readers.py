@@ -71,6 +71,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.runs.prompts.images": (1, "images of a data set, by the decoder's rules"),
     "unbroken.runs.records.files": (1, "packed lines, opened inside a folder with limits"),
     "unbroken.runs.records.notes": (1, "a file of notes that is written, once it is no link"),
+    "unbroken.runs.records.recorded": (1, "what it has written itself, to compare it as JSON"),
     "unbroken.runs.settings": (2, "TOML that was read with limits, and the command line"),
     "unbroken.server.http.idempotency": (1, "a body that the guard bounded"),
     "unbroken.server.http.known_bodies": (2, "the new part of a body that the guard bounded"),
