@@ -288,7 +288,7 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path, capsys, model):
 
 
 def test_an_output_folder_of_another_recipe_is_refused(tmp_path, capsys, model):
-    (tmp_path / "recipe.json").write_text(json.dumps({"recipe": "guess.py", "settings": {}}))
+    (tmp_path / "recipe.json").write_text(json.dumps({"recipe": "guess.py", "settings": {}, "files": {}, "code": ""}))
     (tmp_path / "evaluation.jsonl").touch()
     assert main(command(SUMS, tmp_path, model)) == 1
     assert "holds a run of guess.py, not of recipe.toml" in capsys.readouterr().err
