@@ -357,10 +357,10 @@ class TrainerBackend:
             "num_updates": (self.num_updates, state.num_updates),
             "trained": (self._trained, state.trained),
             "frozen": (self._sum_frozen(), state.frozen),
-            "model": (self._origin, state.model and replace(state.model, source=self._origin.source)),  # it may move
+            "model": (self._origin, replace(state.model, source=self._origin.source)),  # it may have moved
         }
         for name, (own, theirs) in numbers.items():
-            if own != theirs and theirs is not None:  # earlier checkpoints have no model
+            if own != theirs:
                 return f"{name} is {theirs!r}, and here {own!r}"
         with on_device(self.accelerator.device):
             for part, tensors in self._parts().items():
