@@ -114,9 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_ending(ending: KeyboardInterrupt | Terminated, advice: str) -> int:
-    """Say how a command was ended, and what is kept; returns the exit status."""
+    """Say how a command was ended, and what is kept: its `advice`, or what a run noted; returns the exit status."""
     how, status = ("terminated", TERMINATED) if isinstance(ending, Terminated) else ("interrupted", INTERRUPTED)
-    print(f"unbroken: {how}{advice}", file=sys.stderr)
+    notes = "".join(f"; {note}" for note in (ending.__notes__ if hasattr(ending, "__notes__") else ()))
+    print(f"unbroken: {how}{notes or advice}", file=sys.stderr)
     return status
 
 

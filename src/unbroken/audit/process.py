@@ -5,6 +5,7 @@ from __future__ import annotations
 from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.report import AuditReport
 from unbroken.limited_process import LimitedProcess, ProcessLimits
+from unbroken.progress import begin, show_progress
 
 _PRELOAD = ("unbroken.audit.run", "unbroken.audit.subject", "transformers.models.auto.tokenization_auto")
 
@@ -16,10 +17,12 @@ def run_in_process(target: AuditTarget, config: AuditConfig, limits: ProcessLimi
     """
     advice = ". Look for loops that do not go over messages, or give it longer with --timeout"
     process = LimitedProcess(_run, limits, name="the audit", preload=_PRELOAD, advice=advice)
-    try:
-        return process.call(target, config)
-    finally:
-        process.close()
+    with show_progress():
+        begin(f"audit of {target.template or target.model} (it may take {limits.timeout_s:g} s)")
+        try:
+            return process.call(target, config)
+        finally:
+            process.close()
 
 
 def _run(target: AuditTarget, config: AuditConfig) -> AuditReport:

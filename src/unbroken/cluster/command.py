@@ -49,7 +49,7 @@ def add_cluster_parser(commands: Any) -> None:
         "--wait-s", type=float, default=60.0, metavar="SECONDS", help="how long to wait for nodes (default: 60)"
     )
     run.add_argument("--no-ray-token", action="store_true", help="accept a Ray cluster without a token")
-    run.set_defaults(run=_run, advice="; the same command continues from the last checkpoint")
+    run.set_defaults(run=_run, advice="; the same command continues from the last checkpoint, if there is one")
     status = kinds.add_parser("status", help="who lives, versions, restarts with their reasons", allow_abbrev=False)
     status.add_argument("output", type=Path, metavar="OUTPUT", help="output folder of the run")
     status.add_argument("--json", action="store_true", help="as JSON")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
+from unbroken.progress import show_progress
 from unbroken.runs.signals import run_until_terminated
 
 
@@ -43,7 +44,8 @@ def _run_new(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a task needs the train extra", "train") from error
 
-    files = write_task(arguments.folder, arguments.model)
+    with show_progress():
+        files = write_task(arguments.folder, arguments.model)
     print(f"{arguments.folder}: {', '.join(files)}")
     print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml")
     return 0
@@ -64,6 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
 
-    print(make_report(run_until_terminated(run_demo(config))).to_text(), end="")
+    with show_progress():
+        result = run_until_terminated(run_demo(config))
+    print(make_report(result).to_text(), end="")
     print(f"report: {arguments.output / 'report.html'}")
     return 0

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import SYLLABLES, JsonStyle, LookupTask, answer_text, call_text, tool_schemas
+from unbroken.progress import advance, begin
 from unbroken.weights.folders import atomic_folder
 
 END_OF_TURN = "<|im_end|>"
@@ -106,18 +107,22 @@ def warm_up(
     model: Any, tokenizer: Any, config: WarmUpConfig, *, seed: int, on_stage: Callable[[str], None] = lambda _: None
 ) -> None:
     """Train `model` in place. `on_stage` gets the name of each stage as it begins."""
-    rng = random.Random(seed)
+    rng, num_steps = random.Random(seed), config.num_demo_steps
     teacher = Teacher(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     on_stage("copy drill")
+    begin("warm-up, copy drill", total=config.max_drill_steps, unit="steps at most")
     for step in range(config.max_drill_steps):
         _set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / 30))
         batch = [make_drill(rng) for _ in range(config.drill_batch_size)]
+        advance()
         if _imitate(model, optimizer, *_encode(tokenizer, batch)) < config.drill_loss:
             break
     on_stage("demonstrations")
-    for factor in _learning_rate_factors(config.num_demo_steps, config.decay_share):
+    begin("warm-up, demonstrations", total=num_steps, unit="steps")
+    for factor in _learning_rate_factors(num_steps, config.decay_share):
         _set_learning_rate(optimizer, config.learning_rate * factor)
+        advance()
         batch = [teacher.demonstrate(LookupTask.draw(rng), rng) for _ in range(config.demo_batch_size)]
         _imitate(model, optimizer, *_encode(tokenizer, batch))
 

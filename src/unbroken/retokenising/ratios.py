@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import require_scoring
+from unbroken.progress import advance
 from unbroken.retokenising.changes import Gap
 from unbroken.retokenising.comparison import Retokenised
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
@@ -46,6 +47,7 @@ async def score_rollouts(rollouts: Sequence[Retokenised], engine: Engine, *, tem
         """[T] with NaN for the first id, which nothing predicts."""
         async with limit:
             scored = await scoring.score(ids, temperature=temperature)
+        advance()
         return np.concatenate([[np.nan], scored.logprobs]).astype(np.float64)
 
     fitting = [one for one in rollouts if len(one.retokenised_ids) <= engine.context_length]

@@ -19,6 +19,7 @@ from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, SamplingError
 from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message, ToolSchema
+from unbroken.progress import advance, begin
 from unbroken.rendering.base import ParsedResponse
 from unbroken.retokenising.changes import Cause, IdOrigin
 from unbroken.retokenising.comparison import (
@@ -221,6 +222,7 @@ async def summarize_retokenised(
             left_out[found] += 1
         else:
             rollouts.append(found)
+        advance()
     ratios, why_none = await _score_known(rollouts, engine, temperature)
     whole = count_compared(rollouts)
     return {
@@ -239,6 +241,7 @@ async def summarize_retokenised(
 async def _score_known(rollouts: list[Retokenised], engine: Engine, temperature: float) -> tuple[Ratios, str | None]:
     """The ratios, or why there are none."""
     known = [each for each in rollouts if each.rollout_logprobs is not None]
+    begin("scoring both forms", total=len(known) + sum(each.differs for each in known), unit="sequences")
     if not known:
         return Ratios(num_unscored=len(rollouts)), "no rollout was compared with its logprobs"
     try:

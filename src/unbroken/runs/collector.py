@@ -29,6 +29,7 @@ from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, ToolSchema
+from unbroken.progress import advance
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import check_tools_shown
 from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
@@ -163,7 +164,9 @@ class Sampler:
             RolloutError: user code cancels its own task, which whoever waits for the group would not see.
         """
         if self.elsewhere is not None:
-            return await self.elsewhere.sample_group(self, number, size=size)
+            group = await self.elsewhere.sample_group(self, number, size=size)
+            advance(size)
+            return group
         problems, sampling = self.problems, self._derive_sampling(number)
         group_id = "-".join(map(str, [*self.seed, number]))
         try:
@@ -189,6 +192,7 @@ class Sampler:
             if must_propagate(error):
                 raise
             raise to_exception(error) from error
+        advance(size)
         return group
 
     def _derive_sampling(self, number: int) -> SamplingParams:

@@ -42,7 +42,7 @@ def add_train_parser(commands: Any) -> None:
     )
     _add_preflight(train)
     _add_recipe(train)
-    train.set_defaults(run=run_train, parser=train, advice="; the same command continues from the last checkpoint")
+    train.set_defaults(run=run_train, parser=train, advice="; nothing was begun")
 
 
 def add_sampler_parser(commands: Any) -> None:
@@ -341,8 +341,8 @@ _ENDINGS = {
     "running": "it is running",
     "finished": "it has finished",
     "failed": "it ended with an error",
-    "interrupted": "it was interrupted (Ctrl-C), and the same command continues it",
-    "terminated": "it was terminated (SIGTERM), and the same command continues it",
+    "interrupted": "it was interrupted (Ctrl-C); the same command continues from its last checkpoint, if it has one",
+    "terminated": "it was terminated (SIGTERM); the same command continues from its last checkpoint, if it has one",
     "died": "its process is gone",
 }
 

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import re
+import shlex
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.model_source import check_model_source
+from unbroken.progress import begin
 from unbroken.rendering.base import Renderer
 from unbroken.reports import Report, ReportTable, format_json, write_file
 from unbroken.retokenising.comparison import TemplateTexts
@@ -131,6 +133,7 @@ def evaluate_task(
 
     with lock_folder(config.output), record_process(config.output):
         run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
+    console.print(f"look at it: unbroken view {shlex.quote(str(config.output))}", soft_wrap=True, highlight=False)
     return report
 
 
@@ -363,6 +366,7 @@ class _Evaluation:
         renderer = load_renderer(model.source, template_kwargs=settings.template_kwargs, parser=settings.parser)
         texts = TemplateTexts(tokenizer=load_tokenizer(model.source), template_renderer=renderer)
         path = find_records(evaluator.output / FOLDER / evaluator.name)[0, 0]
+        begin("retokenising", total=evaluator.num_problems * evaluator.num_samples, unit="rollouts")
         return await summarize_retokenised(
             itertools.islice(read_records(path), 1, None),
             texts,
@@ -406,6 +410,7 @@ class _Evaluation:
             engine, loaded = await _open_engine(stack, model, config, None if images is None else images.processor)
             if not model.is_server or self.checks_policy:
                 own = model.source if loaded is None else loaded
+                begin("comparing the policies of the engine and the model")
                 said = await check_policy(config, engine, own, renderer, is_asked=self.checks_policy)
                 self.console.print(said, soft_wrap=True, end="\n" if said else "")
             opened = await opener.open(stack, engine=engine, renderer=renderer, images=images)
@@ -456,6 +461,7 @@ async def _open_engine(
         form = make_form(merged=origin.adapter is not None, dtype=None)
         export_checkpoint(model.folder, Path(source), form=form, source=model.source or None)
     loaded = None
+    begin(f"loading {model.name}, and opening its engine ({config.engine.kind})")
     if config.engine.kind is EngineKind.EMBEDDED:
         loaded = load_model(source, config.chosen_model_settings, takes_images=processor is not None)
     opening = open_engine(

@@ -43,6 +43,7 @@ from unbroken.exactness import BLOCK, ModuleOutputs, fix_rotary
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
+from unbroken.progress import advance, begin, show_progress
 from unbroken.reports import Report, ReportTable, format_percent
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
@@ -174,6 +175,7 @@ async def sample_row(
         end = tree.add_sampled(sequence, parent=tree.add_given(given, origin, parent=end))
         ids = token_ids([*ids, *sequence.completion_ids])
     (row,) = export_samples(tree, float(rng.normal()))
+    advance()
     return row
 
 
@@ -220,8 +222,10 @@ async def _measure(comparison: Comparison, numerics: Numerics) -> NumericsReport
     with tempfile.TemporaryDirectory(prefix="unbroken-numerics-") as folder:
         try:
             config = comparison.configure(numerics, Path(folder))
-            async with open_pair(config, comparison.source) as (opened, trainer):
-                return await _compare(opened, trainer, config, comparison)
+            with show_progress():
+                begin(f"{numerics}: loading the model, and opening the engine")
+                async with open_pair(config, comparison.source) as (opened, trainer):
+                    return await _compare(opened, trainer, config, comparison)
         except InvalidInputError as error:
             if numerics is Numerics.FAST:
                 raise
@@ -232,6 +236,7 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     engine: Any = opened.engine
     progress = _Progress(config.trainer.numerics)
     sample = partial(sample_row, engine, config.rollouts.sampling)
+    progress.begin("modules", "sampling")
     sizes = comparison.num_rows, min(comparison.max_tokens, engine.context_length // 2)
     num_given = min(_NUM_RECORDED, engine.context_length // 2 // BLOCK * BLOCK + 1)
     await engine.record_outputs()
@@ -241,6 +246,7 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     progress.say("modules", "sampled")
     _give_back_memory()
     rows = await _sample_apart(sample, engine.context_length, config.seed, *sizes, progress)
+    progress.begin("together", "sampling", total=sizes[0])
     started = time.perf_counter()
     rows["together"] = await _sample_together(sample, engine.context_length, [config.seed, 4], *sizes)
     sampled_s = time.perf_counter() - started
@@ -248,16 +254,20 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     if opened.before_update is not None:
         await opened.before_update()
     model = causal_lm(trainer.backend.policy.model)
+    progress.begin("modules", "comparing")
     modules = await _compare_modules(trainer, row, file)
     progress.say("modules", "compared")
     _give_back_memory()
     ways = {}
     for way, found in rows.items():
+        progress.begin(way, "comparing")
         ways[way] = await _score(trainer, found)
         progress.say_found(way, ways[way])
     _give_back_memory()
+    progress.begin("updated", "training")
     trained_s = await _update(opened, trainer, rows["together"])
     progress.say("updated", "trained and published")
+    progress.begin("updated", "sampling and comparing", total=sizes[0])
     updated = await _sample_together(sample, engine.context_length, [config.seed, 5], *sizes)
     if opened.before_update is not None:
         await opened.before_update()
@@ -309,6 +319,10 @@ class _Progress:
         self._numerics = numerics
         self._since = time.monotonic()
 
+    def begin(self, way: str, what: str, *, total: int | None = None) -> None:
+        """Begin what takes long: of how many rows."""
+        begin(f"{self._numerics}: {way}, {what}", total=total, unit="rows")
+
     def say(self, way: str, what: str) -> None:
         """Print a line, with the seconds since the last one."""
         now = time.monotonic()
@@ -350,15 +364,17 @@ async def _sample_apart(
     lengths = list(enumerate([longest, *np.minimum(drawn, longest).tolist()]))
     ways: dict[str, list[TrainingSample]] = {}
 
-    async def keep(way: str, rows: Iterable[Awaitable[TrainingSample]]) -> None:
+    async def keep(way: str, total: int, rows: Iterable[Awaitable[TrainingSample]]) -> None:
+        progress.begin(way, "sampling", total=total)
         ways[way] = [await row for row in rows]
         progress.say(way, "sampled")
 
-    await keep("prefill", (sample([seed, 0, number], [(length, 1)]) for number, length in lengths))
-    await keep("cached", (sample([seed, 0, number], [(length, 1), (1, 1)]) for number, length in lengths))
-    await keep("alone", (sample([seed, 2, number], turn) for number in range(num_alone)))
-    ways["batches"] = []
-    for size in (2**k for k in range(1, max(num_rows.bit_length(), 2))):
+    await keep("prefill", len(lengths), (sample([seed, 0, number], [(length, 1)]) for number, length in lengths))
+    await keep("cached", len(lengths), (sample([seed, 0, number], [(length, 1), (1, 1)]) for number, length in lengths))
+    await keep("alone", num_alone, (sample([seed, 2, number], turn) for number in range(num_alone)))
+    ways["batches"], sizes = [], [2**k for k in range(1, max(num_rows.bit_length(), 2))]
+    progress.begin("batches", "sampling", total=sum(sizes))
+    for size in sizes:
         ways["batches"] += await asyncio.gather(*(sample([seed, 3, size, number], turn) for number in range(size)))
     progress.say("batches", "sampled")
     return ways

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unbroken.progress import begin
 from unbroken.runs.config import RunConfig
 from unbroken.runs.diagnosis.diary import Diary
 from unbroken.runs.engines import RunEngine
@@ -37,7 +38,8 @@ class RunProgress:
         self.console = console
         self._began_s = 0.0
         """When the first step that was shown began, on the monotonic clock."""
-        self._num_shown = 0
+        self.num_shown = 0
+        """Steps since the process was started."""
 
     def show_step(self, step: int, metrics: Metrics, *, num_steps: int) -> None:
         """Show a finished step on a line: its number, as in metrics and viewer, and how many are made."""
@@ -50,9 +52,9 @@ class RunProgress:
             parts.append("nothing to train on")
         now = time.monotonic()
         self._began_s = self._began_s or now - (metrics.get("seconds/step") or 0.0)
-        self._num_shown += 1
+        self.num_shown += 1
         if left := num_steps - step - 1:
-            parts.append(f"left {timedelta(seconds=round((now - self._began_s) / self._num_shown * left))}")
+            parts.append(f"left {timedelta(seconds=round((now - self._began_s) / self.num_shown * left))}")
         self.console.print(f"step {step} ({step + 1} of {num_steps})  {'  '.join(parts)}", soft_wrap=True)
 
     def show_completions(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -82,6 +84,7 @@ class TrainingObserver(RunObserver):
         progress: RunProgress,
         metrics: MetricsWriter | None,
         profiler: StepProfiler,
+        num_processes: int = 1,
     ) -> None:
         """With `loop.max_staleness`, `background` is there: it evaluates while steps are made."""
         self.before_update = engine.before_update
@@ -95,6 +98,7 @@ class TrainingObserver(RunObserver):
         self._progress = progress
         self._metrics = metrics
         self._profiler = profiler
+        self._num_processes = num_processes
         self._diary: Diary | None = None
         """In the first process."""
         if metrics is not None:
@@ -104,7 +108,14 @@ class TrainingObserver(RunObserver):
 
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Profile the step if the config says so."""
+        rollouts = self._config.rollouts
+        total = rollouts.problems_per_step * rollouts.group_size // self._num_processes
+        self._begin(f"step {step}: sampling", total=total, unit="rollouts")
         return self._profiler.step(step)
+
+    def _begin(self, what: str, *, total: int, unit: str) -> None:
+        """Begin a part of a step. How far the first one is, is said often; later ones know the time that is left."""
+        begin(what, total=total, unit=unit, is_often=self._progress.num_shown == 0)
 
     async def on_resume(self) -> None:
         """Compare the engine's policy with the trainer's, now that it has its weights."""
@@ -120,6 +131,9 @@ class TrainingObserver(RunObserver):
                 columns, rows = make_table(rollouts, self._trainer, number)
                 self._progress.show_completions(rollouts.step, columns, rows)
                 self._metrics.log_table(rollouts.step, "completions", columns, rows)
+        num_rows = sum(map(len, map(self._trainer.objective.get_rows, rollouts.units)))
+        total = num_rows * self._config.trainer.num_iterations
+        self._begin(f"step {rollouts.step}: training", total=total, unit="rows")
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Show the step's metrics, and log the evaluations so far."""

@@ -32,6 +32,7 @@ from unbroken.errors import PolicyMismatchError, UnbrokenError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
+from unbroken.progress import begin
 from unbroken.rendering.base import RenderedPrompt, Renderer
 from unbroken.routing import has_experts
 from unbroken.runs.collector import Problems, Sampler
@@ -217,6 +218,7 @@ class PolicyCheck:
         """
         if self.max_k3 == math.inf:
             return f"{self.name}: its policy is not compared with the trainer's (trainer.max_policy_k3 is inf)"
+        begin("comparing the policies of engine and trainer")
         started, sampler = time.perf_counter(), self.sampler
         engine, params = sampler.engine, sampler.sampling or sampler.config.sampling
         async with fail_together(

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from unbroken.progress import begin
 from unbroken.rendering.effects import shows_tools
 from unbroken.rendering.parsing.syntax.arguments import list_names
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -62,6 +63,7 @@ class Preflight:
             soft_wrap=True,
             highlight=False,
         )
+        begin("preflight", total=num_groups * size, unit="rollouts")
         started_s = time.perf_counter()
         sampler = replace(self.sampler, seed=(self.config.seed, _SEED))
         groups = await sampler.sample_groups(range(num_groups), size=size)

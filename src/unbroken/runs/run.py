@@ -23,6 +23,7 @@ from rich.console import Console
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import fix_rotary
 from unbroken.images.processor import ImageProcessor
+from unbroken.progress import begin
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Collector, EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
 from unbroken.runs.config import EngineKind, Precision, RunConfig
@@ -107,11 +108,15 @@ async def run(
             )
             if training.background is not None:
                 await training.background.finish()
+            begin("writing the model")
             with records.timeline.span("final model"):
                 final = await asyncio.to_thread(training.models.write_final, num_steps)
             rollouts = await training.evaluations.evaluate(num_steps, "after")
+        begin("closing the engine")
         training.evaluations.log()
-        records.progress.console.print(f"model in {final}")
+        records.progress.console.print(f"model in {final}", soft_wrap=True, highlight=False)
+        shown = f"look at it: unbroken view {shlex.quote(str(config.output))}"
+        records.progress.console.print(shown, soft_wrap=True, highlight=False)
     if config.export.push_to_hub is not None and accelerator.is_main_process:
         # The others do not wait: an upload may take longer than they would.
         message = f"{num_steps} steps of training"
@@ -224,10 +229,12 @@ async def open_run(
         load_whole = partial(load_model, model, config.chosen_model_settings, takes_images=images is not None)
         parallel = config.trainer.parallel
         load = partial(load_whole, parallel=parallel, is_bfloat16=config.precision is Precision.BFLOAT16)
+        begin(f"loading the weights of {model}")
         policy = load()
         # The embedded engine copies the model it gets.
         sampled = load_whole() if parallel.is_sharded and config.engine.kind is EngineKind.EMBEDDED else policy
         processor = None if images is None else images.processor
+        begin(f"opening the engine ({config.engine.kind})")
         engine = await _open_engine(
             stack, config, sampled, source=model, device=accelerator.device, rank=rank, processor=processor
         )
@@ -237,6 +244,7 @@ async def open_run(
         sampler = await samplers.open(
             stack, engine=engine.engine, renderer=renderer, images=images, elsewhere=processes
         )
+        begin("preparing the trainer")
         # The engine has its copy by now: adapters are added to the model itself.
         if engine.engine.context_length and policy is not sampled:
             fix_rotary(policy, engine.engine.context_length)
@@ -463,4 +471,5 @@ def _make_observer(
         progress=records.progress,
         metrics=records.metrics,
         profiler=records.profiler,
+        num_processes=run.rank.num_processes,
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.progress import show_progress
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory
@@ -30,7 +31,7 @@ from unbroken.runs.process_file import record_process
 from unbroken.runs.processes import end_together, main_process_first
 from unbroken.runs.recipe import NotTrained, OpenRecipe, Recipe, SamplerRole, load_recipe, open_recipe
 from unbroken.runs.settings import describe
-from unbroken.runs.signals import run_until_terminated
+from unbroken.runs.signals import Terminated, run_until_terminated
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,11 +69,22 @@ def run_recipe(
             claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
             if is_first:
                 stack.enter_context(record_process(config.output))
+                stack.enter_context(show_progress())
         try:
             run_until_terminated(end_together(recipe.run(config)))
+        except (KeyboardInterrupt, Terminated) as ending:
+            ending.add_note(_describe_rest(config.output))
+            raise
         except Exception as error:
             _explain_failure(error, config.output / TRACEBACK)
             raise
+
+
+def _describe_rest(output: Path) -> str:
+    """What becomes of a run that was ended early."""
+    if any((output / "checkpoints").glob("step-*")):
+        return "the same command continues from the last checkpoint"
+    return "there is no checkpoint yet, so the same command begins anew"
 
 
 def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) -> None:
@@ -97,7 +109,8 @@ def run_without_training(
     """Run a recipe whose `train_model` samples or evaluates; raises `InvalidInputError` if it is not called."""
     before = open_recipe.set(opened)
     try:
-        run(recipe.run(config))
+        with show_progress():
+            run(recipe.run(config))
     except NotTrained:
         return
     finally:

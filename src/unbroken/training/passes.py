@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from unbroken.errors import TrainingError
+from unbroken.progress import advance
 from unbroken.routing import ReplayCounts, Routers
 from unbroken.training.config import TrainerConfig
 from unbroken.training.model.adapters import BasePolicy
@@ -371,6 +372,7 @@ class PassMaker:
         with adding_gradients(self._policy.parameters()) if parallel.tensor > 1 else nullcontext():
             if torch.is_grad_enabled():
                 self._accelerator.backward(value * (self._accelerator.num_processes // parallel.tensor))
+                advance(len(batch.num_row_tokens))
         return of_batch, scores.logprobs_N.detach()
 
     def _run_pass(

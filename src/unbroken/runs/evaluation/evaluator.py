@@ -16,6 +16,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from unbroken.errors import MetricsError, OutageError, RolloutError, ServerUnreachableError
+from unbroken.progress import begin
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.collector import DEFAULT_SET, Keep, Sampler
@@ -81,6 +82,7 @@ class Evaluator:
             return None
         groups: Sequence[TrajectoryGroup] = ()
         lost: OutageError | None = None
+        self._begin(self._numbers)
         with fail_together():
             try:
                 groups = await self.sample()
@@ -111,7 +113,9 @@ class Evaluator:
             await asyncio.to_thread(write_groups, folder, head, [group])
             kept[number] = samples
 
-        await self._sample([number for number in self._numbers if number not in kept], keep)
+        left = [number for number in self._numbers if number not in kept]
+        self._begin(left)
+        await self._sample(left, keep)
         samples = [kept[number] for number in self._numbers]
         _check_failures(samples)
         if list(find_records(folder)) != [(0, 0)]:
@@ -136,6 +140,10 @@ class Evaluator:
             OutageError: the gateway of agents is gone. (Other rollouts keep such an error in their trajectory.)
         """
         return await self._sample(self._numbers)
+
+    def _begin(self, numbers: Sequence[int]) -> None:
+        name = self.name if self.name == DEFAULT_SET else f"evaluation of {self.name}"
+        begin(name, total=len(numbers) * self.num_samples, unit="rollouts")
 
     async def _sample(self, numbers: Sequence[int], keep: Keep | None = None) -> list[TrajectoryGroup]:
         try:
