@@ -254,7 +254,6 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     if opened.before_update is not None:
         await opened.before_update()
     model = causal_lm(trainer.backend.policy.model)
-    progress.begin("modules", "comparing")
     modules = await _compare_modules(trainer, row, file)
     progress.say("modules", "compared")
     _give_back_memory()
@@ -264,7 +263,6 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
         ways[way] = await _score(trainer, found)
         progress.say_found(way, ways[way])
     _give_back_memory()
-    progress.begin("updated", "training")
     trained_s = await _update(opened, trainer, rows["together"])
     progress.say("updated", "trained and published")
     progress.begin("updated", "sampling and comparing", total=sizes[0])
@@ -288,6 +286,7 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
 
 async def _compare_modules(trainer: Trainer, row: TrainingSample, file: Path) -> str:
     """Compare the outputs that the engine has written to a file with the trainer's of the same row."""
+    begin("comparing modules")
     outputs = ModuleOutputs(causal_lm(trainer.backend.policy.model).base_model)
     await _score(trainer, [row])
     return _compare_outputs(torch.load(file, mmap=True), outputs.end(), len(row.token_ids) - 1)
@@ -295,6 +294,7 @@ async def _compare_modules(trainer: Trainer, row: TrainingSample, file: Path) ->
 
 async def _update(opened: RunEngine, trainer: Trainer, rows: Sequence[TrainingSample]) -> float:
     """Train on the rows and publish the new weights; the seconds of the step."""
+    begin("updating the weights", total=len(rows), unit="rows")
     policy = trainer.backend.policy
     trainer.backend.optimizer = _FirstUpdate(each for each in policy.parameters() if each.requires_grad)
     started = time.perf_counter()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -56,6 +58,11 @@ class RunProgress:
         if left := num_steps - step - 1:
             parts.append(f"left {timedelta(seconds=round((now - self._began_s) / self.num_shown * left))}")
         self.console.print(f"step {step} ({step + 1} of {num_steps})  {'  '.join(parts)}", soft_wrap=True)
+
+    def show_end(self, output: Path, *, model: Path) -> None:
+        """Say where the trained model is, and how to look at the run."""
+        for line in (f"model in {model}", f"look at it: unbroken view {shlex.quote(str(output))}"):
+            self.console.print(line, soft_wrap=True, highlight=False)
 
     def show_completions(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Show a table of completions; long texts are cut in the middle."""

@@ -108,15 +108,12 @@ async def run(
             )
             if training.background is not None:
                 await training.background.finish()
-            begin("writing the model")
             with records.timeline.span("final model"):
                 final = await asyncio.to_thread(training.models.write_final, num_steps)
             rollouts = await training.evaluations.evaluate(num_steps, "after")
-        begin("closing the engine")
         training.evaluations.log()
-        records.progress.console.print(f"model in {final}", soft_wrap=True, highlight=False)
-        shown = f"look at it: unbroken view {shlex.quote(str(config.output))}"
-        records.progress.console.print(shown, soft_wrap=True, highlight=False)
+        begin("closing the engine")
+        records.progress.show_end(config.output, model=final)
     if config.export.push_to_hub is not None and accelerator.is_main_process:
         # The others do not wait: an upload may take longer than they would.
         message = f"{num_steps} steps of training"

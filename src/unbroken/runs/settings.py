@@ -573,11 +573,16 @@ def _build(
                 option = f"--{field.name.replace('_', '-')}"
                 mistakes.add(f"{field.name} must be given, by {option} or in the recipe's TOML: {field.doc}")
     for inner in section.sections:
-        is_given = any(name.startswith(inner.prefix) for name in values)
-        if is_given or (inner.base is None and not inner.is_optional):
+        if _is_built(inner, values):
             own[_name_part(inner)] = config = _build(inner, values, mistakes, source=source, wrong=wrong)
             is_whole &= config is not None
     return _make_config(section, own, mistakes, source) if is_whole else None
+
+
+def _is_built(section: Section, values: Values) -> bool:
+    """Whether a part of a config is made anew: it has values, or no default."""
+    has_default = section.base is not None or section.is_optional
+    return not has_default or any(name.startswith(section.prefix) for name in values)
 
 
 def _make_config(section: Section, own: Mapping[str, Any], mistakes: Mistakes, source: str) -> Any:
@@ -586,22 +591,22 @@ def _make_config(section: Section, own: Mapping[str, Any], mistakes: Mistakes, s
     A config raises for the first field that is wrong. It is made again without that field, so that the next one is
     said too, unless the message names a field that was left out: then it may be wrong only for lack of it.
     """
-    left_out: list[str] = []
-    fields = {_last(field.name): field for field in section.fields}
+    can_lack = {_last(field.name) for field in section.fields if field.default is not MISSING}
+    rest, left_out = dict(own), set[str]()
     while True:
-        rest = {name: value for name, value in own.items() if name not in left_out}
         try:
             config = section.config_class(**rest) if section.base is None else dataclasses.replace(section.base, **rest)
             return None if left_out else config
         except InvalidInputError as error:
             message = _name_from_top(str(error), section)
             name = message.removeprefix(section.prefix).partition(" ")[0]
-            if any(re.search(rf"\b{each}\b", message) for each in left_out):
+            if left_out & set(re.findall(r"\w+", message)):
                 return None
             mistakes.add(f"{source}{message}", error)
-            if name not in rest or name not in fields or fields[name].default is MISSING:
+            if name not in can_lack & rest.keys():
                 return None
-            left_out.append(name)
+            left_out.add(name)
+            del rest[name]
 
 
 def describe(config: Any) -> dict[str, Any]:

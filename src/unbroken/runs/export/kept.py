@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from unbroken.progress import begin
 from unbroken.runs.config import ExportConfig
 from unbroken.runs.export.files import ModelInfo, add_files, read_info
 from unbroken.training.model.pretrained import ModelForm
@@ -104,6 +105,7 @@ class KeptModels:
             evaluation=None if evaluation is None else dict(evaluation),
         )  # fmt: skip
         if self.trainer.from_main_process(read_info(folder)) != info:
+            begin(f"writing the model into {folder}")
             form = make_form(merged=config.merged, dtype=info.dtype)
             self.trainer.save_pretrained(folder, form=form, add_files=partial(add_files, info=info))
         return folder
