@@ -33,7 +33,9 @@ def add_new_parser(commands: Any) -> None:
     )
     new.add_argument("folder", type=Path, metavar="NAME", help="a folder that is not there yet")
     new.add_argument(
-        "--model", metavar="MODEL", help="a model's folder or a hub's name (default: a tiny one is made, in a minute)"
+        "--model",
+        metavar="MODEL",
+        help="a model's folder or a hub's name (default: a tiny one is made, in two minutes)",
     )
     new.set_defaults(run=_run_new, advice="; nothing was written")
 

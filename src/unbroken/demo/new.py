@@ -23,8 +23,6 @@ from unbroken.weights.folders import atomic_folder
 NUM_PROMPTS = 256
 MODEL = "model"
 """The folder of the tiny model, beside the task."""
-_WARM_UP = WarmUpConfig(num_demo_steps=500)
-"""Half of the demo's, and half of its time: the model answers half of the problems, and a few steps teach it more."""
 _TOOLS = '''\
 import json
 from pathlib import Path
@@ -90,7 +88,7 @@ and `unbroken view runs/first` shows the run.
 def write_task(folder: Path, model: str | None = None, *, warm_up: WarmUpConfig | None = None) -> list[str]:
     """Write a task for `model`, a folder or a hub's name, and return the names of its files.
 
-    Without `model` the demo's tiny one is made beside the task, which takes a minute. It has seen such prompts; for
+    Without `model` the demo's tiny one is made beside the task, in a minute or two. It has seen such prompts; for
     another one each prompt has an explanation, and the learning rate is that of a large model.
 
     Raises:
@@ -108,7 +106,7 @@ def write_task(folder: Path, model: str | None = None, *, warm_up: WarmUpConfig 
             if model is None:
                 from unbroken.demo.model import write_warm_model
 
-                write_warm_model(part / MODEL, warm_up or _WARM_UP, seed=0)
+                write_warm_model(part / MODEL, warm_up or WarmUpConfig(), seed=0)
     except OSError as error:
         raise InvalidInputError(f"NAME must be a folder that can be written, got {folder}: {error}") from error
     return [*files, *([MODEL] if model is None else [])]

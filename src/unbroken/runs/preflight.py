@@ -4,12 +4,14 @@
     eval        ── engine, start check ── preflight ── evaluation
     doctor TASK ── engine, trainer ── start check ── preflight
 
-Its rollouts have seeds that nothing else has, and are kept nowhere, so a run is the same with it and without it. What
+Its rollouts have seeds that nothing else has, and are kept nowhere; the gradient of some of them is computed and thrown
+away, to know what an update costs. So a run is the same with it and without it. What
 is wrong is said by the rules of the diagnosis (`runs.diagnosis.rules`), as of the steps of a run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
+from unbroken.errors import TrainingError
+from unbroken.ledger.export import export_samples
 from unbroken.progress import begin
 from unbroken.rendering.effects import shows_tools
 from unbroken.rendering.parsing.syntax.arguments import list_names
@@ -28,15 +32,19 @@ from unbroken.runs.diagnosis.evidence import Evidence, Numbers, RolloutNote, cou
 from unbroken.runs.diagnosis.rules import diagnose
 from unbroken.runs.records.record import make_record
 from unbroken.training.step_metrics import measure_memory
-from unbroken.types import FinishReason
+from unbroken.types import FinishReason, TrainingSample
 
 NUM_ROLLOUTS = 8
 """At least so many: of fewer, the rules about shares say nothing."""
 _MAX_GROUP = 4
 _SEED = 2
 """Beside 0 of the steps and 1 of the evaluations: no seed of a run is that of a preflight."""
-_TRAINING_BYTES = 12
-"""Of each trained weight: its gradient and two moments of the optimizer, in float32."""
+_GRADIENT_BYTES, _OPTIMIZER_BYTES = 4, 8
+"""Of each trained weight: its gradient, and two moments of the optimizer, in float32."""
+_MOST_IDS = 2048
+"""Ids of the rows whose gradient is measured, unless one alone has more."""
+_QUICK_S = 5.0
+"""A gradient that took less is computed once more: the first pass of a process prepares what later ones have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,10 @@ class Preflight:
     """The model itself, or None where it is in another process."""
     sampler: Sampler
     num_processes: int = 1
+    trainer: Any | None = None
+    """Whose gradient is measured; None without training, and where that could disturb others: an engine that has this
+    trainer's memory, or processes that compute gradients together.
+    """
     trains: bool = True
 
     async def run(self, console: Console) -> None:
@@ -67,10 +79,16 @@ class Preflight:
         started_s = time.perf_counter()
         sampler = replace(self.sampler, seed=(self.config.seed, _SEED))
         groups = await sampler.sample_groups(range(num_groups), size=size)
-        for line in self.describe(groups, seconds=time.perf_counter() - started_s):
+        seconds, update = time.perf_counter() - started_s, None
+        if self.trainer is not None:
+            begin("preflight, one gradient")
+            update = await asyncio.to_thread(_measure_update, self.trainer, groups)
+        for line in self.describe(groups, seconds=seconds, update=update):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    def describe(self, groups: Sequence[TrajectoryGroup], *, seconds: float) -> list[str]:
+    def describe(
+        self, groups: Sequence[TrajectoryGroup], *, seconds: float, update: UpdateCost | None = None
+    ) -> list[str]:
         """The lines of the screen, for rollouts that took so long: what is used, what was seen, and what is wrong."""
         records = [
             make_record(group.group_id, each, [], data=group.data) for group in groups for each in group.trajectories
@@ -82,7 +100,7 @@ class Preflight:
             "tools": self._describe_tools(groups, numbers),
             "turns": _describe_turns(groups, numbers),
             "rewards": _describe_rewards(groups, numbers),
-            **(self._estimate(numbers, seconds) if self.trains else {}),
+            **(self._estimate(numbers, seconds, update) if self.trains else {}),
         }
         lines = [f"  {name:<8}{words}" for name, words in rows.items()]
         return lines + [format_finding(each, None) for each in diagnose(evidence)]
@@ -115,20 +133,87 @@ class Preflight:
         failed = round(numbers.get("counters/tool_errors") or 0)
         return f"{', '.join(list_names(tools))}: {seen}; {calls} calls, {unread} could not be read, {failed} failed"
 
-    def _estimate(self, numbers: Numbers, seconds: float) -> dict[str, str]:
-        """What a step will cost, by the rollouts that were measured; what trains is not measured before it trains."""
-        rollouts = self.config.rollouts
+    def _estimate(self, numbers: Numbers, seconds: float, update: UpdateCost | None) -> dict[str, str]:
+        """What a step will cost, by the rollouts and the gradient that were measured."""
+        rollouts, trained = self.config.rollouts, _count_weights(self.model)
         sampled, per_step = numbers["rollout/num_trajectories"], rollouts.problems_per_step * rollouts.group_size
         slowest_s = seconds * max(per_step / sampled, 1)
-        peak, trained = numbers["memory/gpu_peak_bytes"] or numbers["memory/peak_bytes"], _count_weights(self.model)
-        memory = f"{_format_bytes(peak)} so far, and about {_format_bytes(_TRAINING_BYTES * trained)} for "
-        shards = self.config.trainer.parallel.fsdp
+        peak = numbers["memory/gpu_peak_bytes"] or numbers["memory/peak_bytes"]
+        if update is None or update.error:
+            why = "which is not measured here" if update is None else f"whose gradient failed: {update.error}"
+            bytes_left = (_GRADIENT_BYTES + _OPTIMIZER_BYTES) * trained
+            shards = ", over all shards" if self.config.trainer.parallel.fsdp > 1 else ""
+            spent, rest = f"the update, {why}", f"gradients and optimizer{shards}, besides the activations of a pass"
+        else:
+            update_s = update.seconds * per_step / update.num_rollouts * self.config.trainer.num_iterations
+            spent = f"{update_s:.2g} s of updates (a gradient of {update.num_ids} ids took {update.seconds:.2g} s)"
+            bytes_left, rest = _OPTIMIZER_BYTES * trained, "the optimizer; passes of more ids take more"
         return {
             "a step": f"an estimate: {seconds:.2g} s (all rollouts at once) to {slowest_s:.2g} s (as fast as these) of "
-            "sampling, and the update, which is not measured yet",
-            "memory": f"an estimate: {memory}gradients and optimizer{', over all shards' if shards > 1 else ''}, "
-            "besides the activations of a micro-batch",
+            f"sampling, and {spent}",
+            "memory": f"an estimate: {_format_bytes(peak)} so far, and about {_format_bytes(bytes_left)} for {rest}",
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCost:
+    """What the gradient of some rollouts took."""
+
+    num_rollouts: int
+    num_ids: int
+    """Of their rows, prompts included."""
+    seconds: float = 0.0
+    error: str = ""
+    """Why there is none."""
+
+
+def _measure_update(trainer: Any, groups: Sequence[TrajectoryGroup]) -> UpdateCost | None:
+    """Compute the gradient of some rollouts, and drop it; None if there is nothing to train. Blocks.
+
+    Weights, averages of the optimizer, random numbers and the size of passes are as before.
+    """
+    import torch
+
+    from unbroken.training.model.batch import ScoredRow
+
+    samples, num_rollouts = _choose_rows(groups)
+    if not samples:
+        return None
+    num_ids = sum(len(sample.token_ids) for sample in samples)
+    backend, seconds = trainer.backend, 0.0
+    device = backend.accelerator.device
+    size, rows = backend.passes.size, [ScoredRow(sample=each, old_logprobs=each.rollout_logprobs) for each in samples]
+    try:
+        with backend.computing(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for _ in range(2):
+                if seconds <= _QUICK_S:
+                    began_s = time.perf_counter()
+                    backend.forward_backward(rows, _mean_logprob, weights=[1.0] * len(rows))
+                    seconds = time.perf_counter() - began_s
+    except TrainingError as error:  # memory was not enough for one row
+        return UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, error=str(error))
+    finally:
+        backend.passes.size = size
+        backend.policy.zero_grad(set_to_none=True)
+    return UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, seconds=seconds)
+
+
+def _mean_logprob(scores: Any, batch: Any) -> tuple[Any, None]:
+    return scores.logprobs_N.mean(), None
+
+
+def _choose_rows(groups: Sequence[TrajectoryGroup]) -> tuple[list[TrainingSample], int]:
+    """The rows of the first rollouts that are not too long together, and how many rollouts they are."""
+    chosen: list[TrainingSample] = []
+    num_rollouts = num_ids = 0
+    for trajectory in (each for group in groups for each in group.trajectories):
+        rows = [row for row in export_samples(trajectory.tree, advantage=0.0) if row.loss_mask.any()]
+        num_ids += sum(len(row.token_ids) for row in rows)
+        if rows and chosen and num_ids > _MOST_IDS:
+            break
+        chosen += rows
+        num_rollouts += bool(rows)
+    return chosen, num_rollouts
 
 
 def _name_device(model: Any) -> str:

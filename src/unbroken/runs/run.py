@@ -151,7 +151,10 @@ async def _look_before(config: RunConfig, run: OpenRun, check: PolicyCheck, cons
         return
     async with fail_together(run.trainer):
         if run.trainer.is_main_process:
-            what = {"source": run.source, "model": run.model, "num_processes": run.rank.num_processes}
+            num_processes = run.rank.num_processes
+            what = {"source": run.source, "model": run.model, "num_processes": num_processes}
+            if num_processes == 1 and run.engine.before_update is None:
+                what["trainer"] = run.trainer
             await Preflight(config=config, sampler=run.sampler, **what).run(console)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from support.served import save_tiny_model
 from unbroken.cli import main
+from unbroken.errors import TrainingError
 from unbroken.runs.records.files import find_records, read_records
+from unbroken.training.backend import TrainerBackend
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 TASK = """
@@ -120,6 +123,8 @@ def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_
     assert "one policy with the trainer" in shown
     assert "the prompt shows them" in lines["tools"]
     assert "40; 2 x 4 rollouts a step" in lines["rows"]
+    assert re.search(r" of sampling, and \S+ s of updates \(a gradient of \d+ ids took \S+ s\)$", lines["a"])
+    assert lines["memory"].endswith(" for the optimizer; passes of more ids take more")
     assert not (tmp_path / "run").exists()
 
 
@@ -130,6 +135,16 @@ def test_a_task_of_an_agent_is_looked_at_without_its_output_folder_too(tmp_path,
     assert main(["doctor", str(task)]) == 0
     assert f"  output  {tmp_path / 'run'}" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_gradient_for_which_memory_is_not_enough_is_said_before_it_ends_a_step(task, capsys, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise TrainingError("memory is not enough for a row of 99 ids")
+
+    monkeypatch.setattr(TrainerBackend, "forward_backward", fail)
+    assert main(["doctor", str(task)]) == 0
+    said = "and the update, whose gradient failed: memory is not enough for a row of 99 ids"
+    assert said in capsys.readouterr().out
 
 
 def test_rollouts_of_a_preflight_are_judged_by_the_rules_of_the_diagnosis(tmp_path, model, capsys):
