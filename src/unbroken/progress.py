@@ -56,7 +56,7 @@ class _Progress:
             work, now = self.work, time.monotonic()
             wait_s = EVERY_S if work is None else max(work.began_s, said_s) + work.every_s - now
             if work is not None and wait_s <= 0:
-                self._say(describe(work.what, work.num_done, work.total, work.unit, seconds=now - work.began_s))
+                self._say(_describe(work.what, work.num_done, work.total, work.unit, seconds=now - work.began_s))
                 said_s, wait_s = now, work.every_s
 
 
@@ -97,7 +97,7 @@ def advance(number: int = 1) -> None:
         progress.work.num_done += number
 
 
-def describe(what: str, num_done: int, total: int | None, unit: str, *, seconds: float) -> str:
+def _describe(what: str, num_done: int, total: int | None, unit: str, *, seconds: float) -> str:
     """How far the work is after some seconds, in a line."""
     spent = timedelta(seconds=round(seconds))
     if total is None:

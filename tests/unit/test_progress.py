@@ -35,7 +35,7 @@ async def until_said(lines: list[str], begins: str) -> None:
 )
 def test_a_line_says_what_is_done_of_how_many_and_what_time_is_left(work, line):
     *what, seconds = work
-    assert progress.describe(*what, seconds=seconds) == line
+    assert progress._describe(*what, seconds=seconds) == line
 
 
 async def test_whoever_does_the_work_is_counted_in_tasks_and_threads():

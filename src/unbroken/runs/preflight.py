@@ -87,7 +87,7 @@ class Preflight:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def describe(
-        self, groups: Sequence[TrajectoryGroup], *, seconds: float, update: UpdateCost | None = None
+        self, groups: Sequence[TrajectoryGroup], *, seconds: float, update: _UpdateCost | None = None
     ) -> list[str]:
         """The lines of the screen, for rollouts that took so long: what is used, what was seen, and what is wrong."""
         records = [
@@ -133,7 +133,7 @@ class Preflight:
         failed = round(numbers.get("counters/tool_errors") or 0)
         return f"{', '.join(list_names(tools))}: {seen}; {calls} calls, {unread} could not be read, {failed} failed"
 
-    def _estimate(self, numbers: Numbers, seconds: float, update: UpdateCost | None) -> dict[str, str]:
+    def _estimate(self, numbers: Numbers, seconds: float, update: _UpdateCost | None) -> dict[str, str]:
         """What a step will cost, by the rollouts and the gradient that were measured."""
         rollouts, trained = self.config.rollouts, _count_weights(self.model)
         sampled, per_step = numbers["rollout/num_trajectories"], rollouts.problems_per_step * rollouts.group_size
@@ -156,7 +156,7 @@ class Preflight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateCost:
+class _UpdateCost:
     """What the gradient of some rollouts took."""
 
     num_rollouts: int
@@ -167,7 +167,7 @@ class UpdateCost:
     """Why there is none."""
 
 
-def _measure_update(trainer: Any, groups: Sequence[TrajectoryGroup]) -> UpdateCost | None:
+def _measure_update(trainer: Any, groups: Sequence[TrajectoryGroup]) -> _UpdateCost | None:
     """Compute the gradient of some rollouts, and drop it; None if there is nothing to train. Blocks.
 
     Weights, averages of the optimizer, random numbers and the size of passes are as before.
@@ -191,11 +191,11 @@ def _measure_update(trainer: Any, groups: Sequence[TrajectoryGroup]) -> UpdateCo
                     backend.forward_backward(rows, _mean_logprob, weights=[1.0] * len(rows))
                     seconds = time.perf_counter() - began_s
     except TrainingError as error:  # memory was not enough for one row
-        return UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, error=str(error))
+        return _UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, error=str(error))
     finally:
         backend.passes.size = size
         backend.policy.zero_grad(set_to_none=True)
-    return UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, seconds=seconds)
+    return _UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, seconds=seconds)
 
 
 def _mean_logprob(scores: Any, batch: Any) -> tuple[Any, None]:
