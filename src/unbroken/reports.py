@@ -20,7 +20,7 @@ from unbroken.errors import InvalidInputError
 WIDTH = 80
 """Columns of a report's text."""
 _LABEL_WIDTH = 16
-_MIN_WIDTH = 8
+_MIN_WIDTH = 12
 """Of a column of numbers, so that its name is not wrapped after each word."""
 _GAP = "  "
 
