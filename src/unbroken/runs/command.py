@@ -302,7 +302,7 @@ def add_numerics_parser(commands: Any) -> None:
     add("model", metavar="MODEL", help="a folder or a hub's name")
     add("options", nargs=argparse.REMAINDER, metavar="--FIELD VALUE", help="settings of a run, as of `unbroken train`")
     _add_numerics_options(numerics)
-    numerics.set_defaults(run=run_numerics, parser=numerics)
+    numerics.set_defaults(run=_run_numerics, parser=numerics)
 
 
 def _add_numerics_options(parser: argparse.ArgumentParser) -> None:
@@ -312,7 +312,7 @@ def _add_numerics_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the report as JSON")
 
 
-def run_numerics(arguments: argparse.Namespace) -> int:
+def _run_numerics(arguments: argparse.Namespace) -> int:
     """Compare, and print the report; returns 0 if all logprobs are equal with exact numerics."""
     own = argparse.ArgumentParser(prog="unbroken numerics MODEL", add_help=False, allow_abbrev=False)
     _add_numerics_options(own)
@@ -361,10 +361,10 @@ def add_doctor_parser(commands: Any) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run or an evaluation, or a task"
     )
     doctor.add_argument("--json", action="store_true", help="print what is found as JSON: a list for each folder")
-    doctor.set_defaults(run=run_doctor, parser=doctor, advice="; nothing was written")
+    doctor.set_defaults(run=_run_doctor, parser=doctor, advice="; nothing was written")
 
 
-def run_doctor(arguments: argparse.Namespace) -> int:
+def _run_doctor(arguments: argparse.Namespace) -> int:
     """Print the diagnosis of each folder, or make the preflight of a task; returns the exit status.
 
     Raises:
@@ -409,10 +409,10 @@ def add_verify_parser(commands: Any) -> None:
     add("--model", metavar="SOURCE", help="folder or hub name of the model that the run began with, if it has moved")
     add("--processes", type=int, default=1, metavar="N", help="verify parts between checkpoints at the same time (1)")
     add("--json", action="store_true", help="print the report as JSON")
-    verify.set_defaults(run=run_verify, parser=verify)
+    verify.set_defaults(run=_run_verify, parser=verify)
 
 
-def run_verify(arguments: argparse.Namespace) -> int:
+def _run_verify(arguments: argparse.Namespace) -> int:
     """Verify a run, or compare two, and print the report; returns the exit status.
 
     Raises:

@@ -47,10 +47,10 @@ def add_view_parser(commands: Any) -> None:
     view.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="where the ids have their text from (default: the run's model)"
     )
-    view.set_defaults(run=run_view)
+    view.set_defaults(run=_run_view)
 
 
-def run_view(arguments: argparse.Namespace) -> int:
+def _run_view(arguments: argparse.Namespace) -> int:
     """Serve the pages until an interrupt, or export them; returns the exit status.
 
     Raises:

@@ -188,7 +188,7 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
             (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
         for path in resources.list_paths(max_rollouts=max_rollouts):
             with suppress(LookupError, InvalidInputError):  # a run or gateway may delete what was listed
-                _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
+                _write_file(folder / "data" / f"{path}.js", _to_script(path, resources.get(path)))
                 num_files += 1
         for path in resources.list_images():
             with suppress(LookupError):
@@ -207,7 +207,7 @@ def _check_target(folder: Path) -> None:
         raise InvalidInputError(f"--export must be a new or empty folder or an earlier export, got {folder}")
 
 
-def to_script(path: str, value: object) -> bytes:
+def _to_script(path: str, value: object) -> bytes:
     """An object as a script that hands it to the page. JSON in ASCII is a JavaScript expression."""
     return f"receive({json.dumps(path)}, {json.dumps(value, separators=(',', ':'))});\n".encode()
 

@@ -207,7 +207,7 @@ def read_ending(folder: Path) -> Ending:
     """How the process of a run ended, by `process.json`; by its lock if that could not be written."""
     found = read_object(folder, PROCESS_FILE)
     if found is None:
-        return Ending(status=find_state_of_lock(folder))
+        return Ending(status=_find_state_of_lock(folder))
     status, process = str(found.get("status")), found.get("process")
     if status != "running":
         return Ending(status=status, error=str(found.get("error") or ""))
@@ -219,7 +219,7 @@ def read_ending(folder: Path) -> Ending:
     return Ending(status="died", num_memory_kills=num_kills)
 
 
-def find_state_of_lock(folder: Path) -> str:
+def _find_state_of_lock(folder: Path) -> str:
     """`unknown` without a lock, `running`, or `died`: its process, which the lock's file names, is no more."""
     try:
         with open_inside(folder, "run.lock") as lock:

@@ -34,7 +34,7 @@ Nodes: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SortedRows:
+class _SortedRows:
     """Rows in an order in which those with a common prefix stand together."""
 
     order: tuple[int, ...]
@@ -90,13 +90,13 @@ class TreeInputs:
         )
 
 
-def _sort_rows(rows: Sequence[Ids]) -> SortedRows:
+def _sort_rows(rows: Sequence[Ids]) -> _SortedRows:
     """Sort rows by their ids, and compare each with the one before."""
     keys = [row[:-1].astype(np.int32).tobytes() for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (keys[index], index))
     fed = [rows[index][:-1] for index in order]
     shared = [0, *(count_common_prefix(a, b) for a, b in pairwise(fed))][: len(fed)]
-    return SortedRows(order=tuple(order), num_fed=tuple(map(len, fed)), num_shared=tuple(shared))
+    return _SortedRows(order=tuple(order), num_fed=tuple(map(len, fed)), num_shared=tuple(shared))
 
 
 def merge_rows(rows: Sequence[Ids]) -> PrefixTree:
@@ -189,7 +189,7 @@ def plan_trees(rows: Sequence[Ids], nodes_per_pass: int, cost_of: CostFn) -> tup
 
 
 def _find_cuts(
-    arranged: SortedRows, nodes_per_pass: int, cost_of: CostFn
+    arranged: _SortedRows, nodes_per_pass: int, cost_of: CostFn
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], float]:
     """For each number of rows, where the last pass of the cheapest plan for these begins, and its nodes."""
     num_rows = len(arranged.order)

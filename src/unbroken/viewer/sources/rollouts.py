@@ -384,7 +384,7 @@ def describe_trajectory(
     rows, turns = record.get("rows") or [], record.get("turns") or []
     turn_of_node = match_turns(rows, turns) if turn_of_node is None else turn_of_node
     if turn_of_message is None:
-        turn_of_message = match_messages(record.get("messages") or [], turns)
+        turn_of_message = _match_messages(record.get("messages") or [], turns)
     return {
         "turn_of_node": turn_of_node,
         "turn_of_message": turn_of_message,
@@ -402,7 +402,7 @@ def _describe_ids(ids: set[int], texts: TokenTexts | None) -> dict[str, Any]:
     }
 
 
-def match_messages(messages: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+def _match_messages(messages: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     """The turn that sampled each assistant message, where the message is what the turn was read as."""
     matched: dict[int, int] = {}
     first = 0
