@@ -38,26 +38,27 @@ class RunComparison:
 
 def compare_runs(folder: Path, other: Path) -> RunComparison:
     """Compare two runs; raises `InvalidInputError` if a folder is no run's, or a file of it is damaged."""
-    recipes = [read_recipe(each).settings for each in (folder, other)]
-    names = [name for name in dict.fromkeys(itertools.chain(*recipes)) if not may_change(name)]
-    settings = [
-        f"{name} is {recipes[0].get(name)!r} and {recipes[1].get(name)!r}"
-        for name in names
-        if recipes[0].get(name) != recipes[1].get(name)
-    ]
-    files = [find_records(each / FOLDER) for each in (folder, other)]
-    for each, found in zip((folder, other), files, strict=True):
+    folders = folder, other
+    settings = tuple(_compare_settings(*(read_recipe(each).settings for each in folders)))
+    files = [find_records(each / FOLDER) for each in folders]
+    for each, found in zip(folders, files, strict=True):
         if not found:
             raise InvalidInputError(f"{each / FOLDER} must have the rollouts of the run (rollout_log.groups), got none")
-    metrics = [{int(line["step"]): line for line in read_steps(each)} for each in (folder, other)]
+    metrics = [{int(line["step"]): line for line in read_steps(each)} for each in folders]
     equal: set[int] = set()
     for step, rank in sorted(files[0].keys() | files[1].keys()):
         paths = [found.get((step, rank)) for found in files]
         lines = [found.get(step, {}) for found in metrics]
-        if (difference := _compare_step(step, paths, lines, (folder, other))) is not None:
-            return RunComparison(num_equal=len(equal - {step}), settings=tuple(settings), difference=difference)
+        if (difference := _compare_step(step, paths, lines, folders)) is not None:
+            return RunComparison(num_equal=len(equal - {step}), settings=settings, difference=difference)
         equal.add(step)
-    return RunComparison(num_equal=len(equal), settings=tuple(settings), difference=None)
+    return RunComparison(num_equal=len(equal), settings=settings, difference=None)
+
+
+def _compare_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*own, *other]):
+        if not may_change(name) and own.get(name) != other.get(name):
+            yield f"{name} is {own.get(name)!r} and {other.get(name)!r}"
 
 
 def format_comparison(found: RunComparison, folder: Path, other: Path) -> str:
@@ -111,18 +112,22 @@ def _compare_rollouts(own: RecordedStep, other: RecordedStep) -> Iterator[str]:
     if len(own.records) != len(other.records):
         yield f"{len(own.records)} and {len(other.records)} rollouts"
     pairs = list(zip(own.records, other.records, strict=False))
-    for one, two in pairs:
-        name = f"trajectory {one['trajectory']}"
-        for number, rows in enumerate(itertools.zip_longest(one["rows"], two["rows"])):
-            yield from (f"{name}, row {number}: {found}" for found in _compare_sampled(*rows))
-        for key in ("status", "reward"):
-            if one[key] != two[key]:
-                yield f"{name}: {key} is {one[key]!r} and {two[key]!r}"
-    for one, two in pairs:
-        for number, (row, other_row) in enumerate(zip(one["rows"], two["rows"], strict=False)):
-            for key in _OF_ROW:
-                if row.get(key) != other_row.get(key):
-                    yield f"trajectory {one['trajectory']}, row {number}: {key} differs"
+    for compare in (_compare_samples, _compare_training):
+        for record, theirs in pairs:
+            yield from (f"trajectory {record['trajectory']}{found}" for found in compare(record, theirs))
+
+
+def _compare_samples(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for number, rows in enumerate(itertools.zip_longest(record["rows"], other["rows"])):
+        yield from (f", row {number}: {found}" for found in _compare_sampled(*rows))
+    for key in ("status", "reward"):
+        if record[key] != other[key]:
+            yield f": {key} is {record[key]!r} and {other[key]!r}"
+
+
+def _compare_training(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for number, (row, theirs) in enumerate(zip(record["rows"], other["rows"], strict=False)):
+        yield from (f", row {number}: {key} differs" for key in _OF_ROW if row.get(key) != theirs.get(key))
 
 
 def _compare_sampled(row: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> Iterator[str]:

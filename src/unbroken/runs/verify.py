@@ -161,35 +161,45 @@ def format_verification(found: Verification, folder: Path) -> str:
 
 def _open(folder: Path, model: str | None) -> _Run:
     """Read what is the same for all parts; raises as `verify_run`."""
-    stored = read_recipe(folder)
+    config = _read_config(folder)
     if find_state(folder) == "running":
         raise InvalidInputError(f"RUN must have ended, and a process writes into {folder}: wait for its end")
+    _check_settings(config)
+    files = _find_files(folder / FOLDER)
+    metrics = {int(line["step"]): line for line in read_steps(folder)}
+    return _Run(folder=folder, config=config, source=_find_source(files, config, model), metrics=metrics, files=files)
+
+
+def _read_config(folder: Path) -> RunConfig:
+    """The settings of a run. Those of its task are left out where they are not the recipe's own."""
+    stored = read_recipe(folder)
     if stored.code and not Path(stored.code).is_file():
         raise InvalidInputError(f"the run's recipe must be there to read its settings, and {stored.code} is not")
     section = load_recipe(Path(stored.code)).section if stored.code else section_of(RunConfig)
-    parts = {each.prefix.removesuffix(".") for each in section.all_sections()}
-    own = {name: value for name, value in stored.settings.items() if name in section.all_fields() or name in parts}
+    known = {*section.all_fields(), *(each.prefix.removesuffix(".") for each in section.all_sections())}
+    own = {name: value for name, value in stored.settings.items() if name in known}
     config: RunConfig = build(section, {**read_described(own, section), "output": folder})
-    for name, value in describe(config).items():
-        if not may_change(name) and stored.settings.get(name) != value:
+    again = {name: value for name, value in describe(config).items() if not may_change(name)}
+    for name, value in again.items():
+        if stored.settings.get(name) != value:
             raise InvalidInputError(
                 f"{name} must be read back from {folder / 'recipe.json'} as it is there, "
                 f"{stored.settings.get(name)!r}, and is {value!r}: has the recipe's code changed?"
             )
-    _check_settings(config)
-    files = find_records(folder / FOLDER)
-    if any(rank > 0 for _, rank in files):
+    return config
+
+
+def _find_files(folder: Path) -> dict[int, Path]:
+    """The file of each step's rollouts."""
+    files = find_records(folder)
+    if not files:
+        raise InvalidInputError(f"{folder} must have the rollouts of the run (rollout_log.groups), got none")
+    if (last := max(rank for _, rank in files)) > 0:
         raise InvalidInputError(
             "num_processes must be 1 for a run to be verified: several add their gradients in another order, and "
-            f"{folder / FOLDER} has files of {max(rank for _, rank in files) + 1}"
+            f"{folder} has files of {last + 1}"
         )
-    if not files:
-        raise InvalidInputError(f"{folder / FOLDER} must have the rollouts of the run (rollout_log.groups), got none")
-    by_step = {step: path for (step, _), path in files.items()}
-    metrics = {int(line["step"]): line for line in read_steps(folder)}
-    return _Run(
-        folder=folder, config=config, source=_find_source(by_step, config, model), metrics=metrics, files=by_step
-    )
+    return {step: path for (step, _), path in files.items()}
 
 
 def _check_settings(config: RunConfig) -> None:
@@ -517,13 +527,15 @@ def _compare_steps(recorded: RecordedStep, again: RecordedStep) -> Iterator[str]
         yield "groups were replaced that are not replaced again, or the other way round"
         return
     for record, own in zip(recorded.records, again.records, strict=True):
-        name = f"trajectory {record['trajectory']}"
-        if len(record["rows"]) != len(own["rows"]):
-            yield f"{name}: it has {len(record['rows'])} rows, and computed again {len(own['rows'])}"
-            continue
-        for number, (row, own_row) in enumerate(zip(record["rows"], own["rows"], strict=True)):
-            for found in _compare_rows(row, own_row):
-                yield f"{name}, row {number}: {found}"
+        yield from (f"trajectory {record['trajectory']}{found}" for found in _compare_records(record, own))
+
+
+def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    if len(record["rows"]) != len(again["rows"]):
+        yield f": it has {len(record['rows'])} rows, and computed again {len(again['rows'])}"
+        return
+    for number, rows in enumerate(zip(record["rows"], again["rows"], strict=True)):
+        yield from (f", row {number}: {found}" for found in _compare_rows(*rows))
 
 
 def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
