@@ -515,7 +515,7 @@ def test_the_blocks_of_training_rollouts_and_environments_run(
     )
     (workplace / "curriculum.py").write_text(block("docs/choosing-problems.md", "from unbroken.runs.collector import"))
     assert main(["train", "task.toml", "--curriculum=curriculum.py:make", "--output=runs/unsolved", *SMALL]) == 0
-    assert main(["train", "own.py", *SMALL]) == 0
+    assert main(["train", "sums.py", *SMALL]) == 0
     capsys.readouterr()
     run_python(block("docs/rollouts.md", "from pathlib import Path"))
     assert capsys.readouterr().out.startswith("0 [0")
