@@ -160,6 +160,15 @@ def test_rewards_that_differ_are_no_finding(task, capsys):
     assert "#equal-rewards" not in capsys.readouterr().out
 
 
+def test_a_model_that_solves_all_rollouts_of_an_evaluations_preflight_is_no_finding(tmp_path, model, capsys):
+    task = write_task(tmp_path, model, reward="[1.0 for _ in completions]")
+    assert main(["eval", str(task), "--problems=40", f"--output={tmp_path / 'eval'}"]) == 0
+    shown = capsys.readouterr().err
+    assert BEGIN in shown
+    assert "preflight: every reward" not in shown
+    assert "the policy says" not in shown
+
+
 @pytest.mark.parametrize(("problems", "is_made"), [(2, False), (40, True)])
 def test_an_evaluation_has_a_preflight_if_it_is_larger_than_one(task, capsys, problems, is_made):
     assert main(["eval", str(task), f"--problems={problems}", f"--output={task.parent / 'eval'}"]) == 0

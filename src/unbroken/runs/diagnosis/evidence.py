@@ -113,7 +113,7 @@ class Evidence:
     """Of the newest step that has any."""
     ending: Ending = field(default_factory=Ending)
     is_evaluation: bool = False
-    """Whether the only step is an evaluation."""
+    """Whether the only step is an evaluation, or the preflight of one: nothing is trained."""
     is_preflight: bool = False
     """Whether the only step is the rollouts of a preflight."""
 

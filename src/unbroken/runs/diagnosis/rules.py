@@ -115,10 +115,10 @@ def _find_share(
 
 
 def _name_span(evidence: Evidence, steps: Sequence[Numbers]) -> str:
-    if evidence.is_evaluation:
-        return "of the evaluation"
     if evidence.is_preflight:
         return "of the preflight"
+    if evidence.is_evaluation:
+        return "of the evaluation"
     return "of the last step" if len(steps) == 1 else f"of the last {len(steps)} steps"
 
 
@@ -177,7 +177,7 @@ def _find_equal_rewards(evidence: Evidence) -> str | None:
         )
     if evidence.is_evaluation and value > 0:  # what is left to say of a model that solves all problems?
         return None
-    seen = "of the evaluation" if evidence.is_evaluation else "so far"
+    seen = _name_span(evidence, steps) if evidence.is_evaluation else "so far"
     return (
         f"every reward {seen} is {value:.4g} (all {number} of the newest rollouts): there is nothing to compare{pair}"
     )
@@ -221,6 +221,8 @@ def _find_same_completions(evidence: Evidence) -> str | None:
         return None
     number = f"{len(notes)} of {len(notes)} rollouts that were looked at"
     if len({text for _, text in texts}) > 1:
+        if evidence.is_evaluation:  # greedy sampling, or a problem that is solved each time
+            return None
         return f"the policy says the same to a problem each time it is asked ({number})"
     said = f"says {_quote(notes[0].given)}" if notes[0].given else "says nothing"
     return f"the policy {said} to all problems ({number})"
