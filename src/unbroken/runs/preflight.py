@@ -94,7 +94,8 @@ class Preflight:
             make_record(group.group_id, each, [], data=group.data) for group in groups for each in group.trajectories
         ]
         numbers = {**count_records(records), **measure_memory()}
-        evidence = Evidence(is_preflight=True, is_evaluation=not self.trains).add_step(numbers, notes=tuple(map(RolloutNote.of, records)))
+        notes = tuple(map(RolloutNote.of, records))
+        evidence = Evidence(is_preflight=True, is_evaluation=not self.trains).add_step(numbers, notes=notes)
         rows = {
             **self._describe_means(),
             "tools": self._describe_tools(groups, numbers),

@@ -7,16 +7,17 @@
     group      the rollouts of one problem (`TrajectoryGroup`)
     row        ids with their masks, logprobs and advantages (`TrainingSample`)
     unit       rows that the objective trains together: those of a rollout, or of a pair. It may have none.
-    version    of the weights: `Trainer.step` raises `trainer.policy_version` by one; a publication gives that number
-               and its weights to the engine, whose ids carry it
+    version    of the weights: `Trainer.step` adds one to `trainer.policy_version`; a publication gives that number
+               and its weights to the engine, which names it with each id that it samples
 
 With `max_staleness` 0 groups are sampled only while the step waits for them, and the weights are published before the
-next ones. Above it this is the same page: the queue samples ahead while a step is made, as far as the bound allows, and
+next ones. Above 0 the same lines run, but the queue samples ahead while a step is made, as far as the bound allows, and
 a copy of the weights is published beside the next step.
 
-Of several processes each makes the step with its own groups. They meet here and nowhere else: all make the calls of
-`training.waits` in the same order. What runs beside a step (the queue, a publication) waits for no other process, which
-may be in the middle of its step; if it fails, the error is kept until they meet, and raised in all.
+Of several processes each makes the step with its own groups. They meet where all of them make the same calls of
+`training.waits`, of the trainer or of `Outages`, in the same order. What runs beside a step (the queue, a publication)
+never meets: another process may be in the middle of its step. If it fails, the error is kept until they meet, and is
+raised in all.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class StepRunner:
     num_empty: int = 0
     """Steps in a row that trained no row, since the run was started."""
     publication: asyncio.Task[int | None] | None = None
-    """Of a copy of the weights, beside the next step. Its result is the version, if all is well."""
+    """Of a copy of the weights, beside the next step. Its result is the version; None after an error."""
 
     def __post_init__(self) -> None:
         metrics = None if self.last is None else self.last.metrics
@@ -111,13 +112,15 @@ class StepRunner:
 
             while a group is sampled    the group is lost, and sampled again as a whole once the engine is back; the
                                         wait is in `_take_groups`
-            after that, before the      nothing here needs the engine. The step is trained once, the version rises, and
-            weights are published       a checkpoint is written if one is due, as if the engine were there
-            when they are published     they are sent again until the engine is back and has taken them; the wait is in
-                                        `_publish`, or with `max_staleness` where the processes meet next
-            if it stays away            after `OutageConfig.wait_s` the run ends with an `OutageError`. `train` then
-                                        writes a checkpoint of the last step that was trained (`save_last`), due or not,
-                                        and the same command continues from there
+            after that, before the      nothing is sampled here. The step is trained once, the version rises, and a
+            weights are published       checkpoint is written if one is due, as if the engine were there
+            when they are published     the trainer's weights are sent until the engine is back and has taken them; the
+                                        wait is in `_publish`, or with `max_staleness` above 0 where the processes meet
+                                        next
+            if it stays away            after `OutageConfig.wait_s`, or after `max_losses` losses in one wait, the run
+                                        ends with an `OutageError`. `train` then writes a checkpoint of the last step
+                                        that was made (`save_last`), due or not, and the same command continues from
+                                        there
         """
         version = self.trainer.policy_version
         with record_function("rollouts"):
@@ -125,7 +128,7 @@ class StepRunner:
         self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
         await self._check_some_succeeded(groups)
         with record_function("train"):
-            # Raises the version, if there was anything to train on. No name keeps the rows beyond the update.
+            # The update adds one to the version, if there is anything to train on. No name keeps the rows beyond it.
             await self._update(groups, await self._make_units(groups))
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
         # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
@@ -205,7 +208,8 @@ class StepRunner:
         get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
         untrained = [rows for unit in units if (rows := get_idle(unit))]
         untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
-        # `make_units` has counted the units that have no rows. Of a replaced group the others are left out here.
+        # `make_units` has counted the units that have no rows. A group is replaced because its rewards are equal, and
+        # what rows it has are left out here.
         num_left_out = sum(bool(get_rows(unit)) for unit in replaced)
         counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_left_out)
         with log.span("metrics"):
@@ -288,8 +292,8 @@ class StepRunner:
     async def _publish_beside(self, weights: WeightStream | None, version: int) -> int | None:
         """Publish the copy; in a process without a publisher, wait for the one that publishes for it.
 
-        Returns the version if nothing was raised. No error leaves this, for nobody awaits it before the processes meet:
-        the queue keeps it until then, and starts no group.
+        Returns the version if nothing was raised. No error leaves this, for it is awaited only where the processes
+        meet: the queue keeps it until then, and starts no group.
         """
         try:
             with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER):
@@ -343,8 +347,8 @@ class StepRunner:
         return await in_any_process(self.trainer, is_lost)
 
     async def _end(self, step: int, logged: Metrics) -> None:
-        """Write the step's metrics, and do what comes after a step, such as an evaluation; that is done again if it
-        lost rollouts.
+        """Write the step's metrics; then do what comes after a step, such as an evaluation, and again if it lost
+        rollouts.
         """
         with self.log.span("log"):
             async with fail_together(self.trainer):
@@ -389,7 +393,7 @@ class StepRunner:
                 await asyncio.to_thread(self.checkpoints.close)
 
     def save_last(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint of the last step that was trained, unless there is one: the run ends. Blocks."""
+        """Write a checkpoint of the last step that was made, unless there is one: the run ends. Blocks."""
         checkpoints.finish(self.trainer)
         if self.last is not None and not checkpoints.holds(self.last.num_steps):
             checkpoints.save(self.trainer, self.last)
