@@ -146,7 +146,7 @@ async def test_numerics_compares_vllm_with_the_trainer_row_by_row_and_module_by_
     command = ["numerics", str(tmp_path), "--rows=4", "--max-tokens=8", "--json", *options]
     assert await asyncio.to_thread(main, command) == 1
     printed = capsys.readouterr().out
-    fast, exact = json.loads(printed[printed.index("[\n  {") :])
+    fast, exact = json.loads(printed[printed.index("[\n {") :])
     assert "VllmEngine" in fast["subject"]
     for way in ("prefill", "cached", "alone", "batches", "together", "updated"):
         assert 0 < fast["ways"][way]["k3"] < 1e-2, way

@@ -88,8 +88,9 @@ def _load_from_store(root: Path) -> None:
 def _make_state(place: Path) -> Path:
     (place / ".metadata").write_bytes(b"x")
     files = [dataclasses.asdict(describe_file(place / ".metadata"))]
-    found = {"format": 2, "policy_version": 1, "num_updates": 1, "processes": [{}], "trained": ["a"], "files": files}
-    return _write(place / "state.json", found)
+    model = {"source": "tiny", "architecture": "A", "dtype": "float32", "adapter": None, "config": {}}
+    found = {"format": 1, "policy_version": 1, "num_updates": 1, "processes": [{}], "trained": ["a"], "frozen": ""}
+    return _write(place / "state.json", {**found, "model": model, "files": files})
 
 
 def _make_tinker_state(place: Path) -> Path:
@@ -204,7 +205,9 @@ READERS: dict[str, Reader] = {
         make=_make_tinker_state, read=lambda path: models._read_state(path.parent), kind="json", says="place",
     ),
     "recipe of a run": Reader(
-        make=lambda place: _write(place / "recipe.json", {"recipe": "r", "settings": {"seed": 1}, "files": {}}),
+        make=lambda place: _write(
+            place / "recipe.json", {"recipe": "r", "settings": {"seed": 1}, "files": {}, "code": ""}
+        ),
         read=lambda path: folder.read_recipe(path.parent), kind="json",
     ),
     "recipe of a run, for a page": Reader(

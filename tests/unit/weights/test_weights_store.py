@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib.util
+import io
 import json
 import os
 import tempfile
@@ -37,9 +38,16 @@ IDS = token_ids([1, 2, 3, 4, 5])
 
 
 @pytest.fixture
-def memory() -> Iterator[str]:
-    """A store in memory."""
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A store in memory, each reader of which has its own place in a file, as in any store elsewhere."""
     files = fsspec.filesystem("memory")
+    opens = type(files)._open
+
+    def open_own(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        # fsspec gives all readers one file with one place: two servers that read at the same time got bytes twice.
+        return io.BytesIO(self.cat_file(path)) if mode == "rb" else opens(self, path, mode, **options)
+
+    monkeypatch.setattr(type(files), "_open", open_own)
     yield "memory://run"
     files.store.clear()
 
