@@ -74,7 +74,7 @@ def test_a_run_whose_rewards_are_all_equal_stops_with_a_sentence(tmp_path, capsy
 )
 def test_wrong_options_are_refused_before_anything_is_written(tmp_path, capsys, name, value, message):
     claim = tmp_path / "recipe.json"
-    claim.write_text(json.dumps({"recipe": "lookup.py", "settings": settings()}))
+    claim.write_text(json.dumps({"recipe": "lookup.py", "settings": settings(), "files": {}, "code": ""}))
     made = tmp_path / "checkpoints"
     (made / "step-00000001").mkdir(parents=True)
     assert lookup(tmp_path, **{name: value}) == 1

@@ -81,7 +81,8 @@ def check_turns(lines: list[dict[str, Any]]) -> None:
 
 
 def test_the_environment_of_the_page(tmp_path, model):
-    (code,) = re.findall(r"^A file `sums.py`:\n```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs" / "own-environment.md").read_text("utf-8")
+    (code,) = re.findall(r"A file `sums.py`:\n```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 20
     (tmp_path / "sums.py").write_text(code)
     lines = train(tmp_path, model, 'environment = "sums.py:Sum"\nenvironment_arguments = { largest = 50 }\n')
