@@ -541,6 +541,7 @@ def test_each_stream_shows_its_own_of_an_id(browser, page):
     assert read(browser, ".legend") == "prompt sampled bridge tool text closing image"
     names = ["origin", "rollout logprob", "trainer − sampler", "entropy", "rank", "advantage", "policy version"]
     names.append("loss, clip, mask")
+    browser.wait("document.querySelector('.grid .cell') !== null")  # cells are drawn once the grid has its size
     colors = "[...document.querySelectorAll('.grid .cell')].map((node) => node.style.backgroundColor)"
     shown = []
     for key, name in enumerate(names, start=1):
