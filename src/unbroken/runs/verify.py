@@ -26,9 +26,9 @@ from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.compare import compare_metrics, find_sampled
 from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig
-from unbroken.runs.diagnosis.evidence import Numbers, read_steps
+from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
 from unbroken.runs.export.files import INFO, read_info
-from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
 from unbroken.runs.folder import find_state, may_change, read_recipe
 from unbroken.runs.models import find_revision
 from unbroken.runs.numerics import open_pair
@@ -61,7 +61,7 @@ class Verification:
     """What was verified of a run."""
 
     num_steps: int
-    """Steps that the run has made."""
+    """Steps that the run has made, or that it says it has."""
     num_verified: int = 0
     num_ids: int = 0
     """Sampled ids whose logprobs were computed again."""
@@ -69,7 +69,7 @@ class Verification:
     """Checkpoints and models that were compared."""
     differences: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
-    """Steps that were not verified, and why."""
+    """Steps and models that were not verified, and why."""
 
     @property
     def is_verified(self) -> bool:
@@ -111,6 +111,19 @@ class _Run:
         """Those that are there, by the number of steps."""
         return dict(sorted(find_checkpoints(self.folder / "checkpoints").items()))
 
+    @property
+    def models(self) -> list[Path]:
+        """The folders of models that are there."""
+        known = [self.folder / FINAL, self.folder / BEST, self.folder / CANDIDATE]
+        each_step = self.folder / MODELS
+        return sorted(path for path in [*known, *(each_step.iterdir() if each_step.is_dir() else ())] if path.exists())
+
+    @property
+    def num_claimed(self) -> int:
+        """Steps that the run says it has made: one that has finished, all of its settings."""
+        has_finished = read_ending(self.folder).status == "finished"
+        return max(self.num_steps, self.config.loop.num_steps if has_finished else 0)
+
 
 def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1) -> Verification:
     """Verify a finished run, its parts in up to `num_processes` processes. `model` is where its first model has moved.
@@ -127,10 +140,27 @@ def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1
     else:
         with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
             found = list(pool.map(verify, *zip(*_join(parts, num_processes), strict=True)))
-    whole = Verification(num_steps=run.num_steps, unverified=tuple(unverified))
+    if run.num_claimed > run.num_steps:
+        steps = _name_steps(run.num_steps, run.num_claimed)
+        unverified.append(f"{steps}: no file has them, and the run has finished with loop.num_steps {run.num_claimed}")
+    whole = Verification(num_steps=run.num_claimed, unverified=tuple(unverified))
     for each in found:
         whole = whole.merge(each)
-    return whole
+    return replace(whole, unverified=(*whole.unverified, *_find_unverified_models(run, whole.compared)))
+
+
+def _find_unverified_models(run: _Run, compared: Sequence[str]) -> Iterator[str]:
+    """The models that no part has found to be equal, each with the reason."""
+    for folder in run.models:
+        name = str(folder.relative_to(run.folder))
+        if name in compared:
+            continue
+        if (info := read_info(folder)) is None:
+            yield f"{name}: it has no {INFO} that says after which step it was written"
+        elif info.step not in range(1, run.num_steps + 1):
+            yield f"{name}: its {INFO} must have a step that the run has made, 1 to {run.num_steps}; got {info.step}"
+        else:
+            yield f"{name}: it was not shown to be the model after {info.step} steps"
 
 
 def format_verification(found: Verification, folder: Path) -> str:
@@ -456,8 +486,7 @@ class _Comparison(RunObserver):
             await asyncio.to_thread(self._compare_models, num_steps)
 
     def _compare_models(self, num_steps: int) -> None:
-        folders = [self.run.folder / "final", self.run.folder / "best", *(self.run.folder / "models").glob("step-*")]
-        for folder in sorted(folders):
+        for folder in self.run.models:
             if (info := read_info(folder)) is None or info.step != num_steps:
                 continue
             config = replace(

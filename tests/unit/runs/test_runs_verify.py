@@ -231,6 +231,29 @@ def test_each_planted_change_is_found_and_named(run, capsys, change, said):
     assert "NOT VERIFIED" in report
 
 
+def test_a_model_that_no_step_was_compared_with_is_not_verified(run, capsys):
+    """Neither one whose own file names another step, nor one that names none."""
+    edit_json(run / "final" / "unbroken.json", lambda info: info.__setitem__("step", 7))
+    shutil.copytree(run / "final", run / "models" / "mine")
+    (run / "models" / "mine" / "unbroken.json").unlink()
+    status, report = verify(capsys, run)
+    assert (status, "NOT VERIFIED (4 of 4 steps" in report) == (1, True), report
+    assert "not verified: final: its unbroken.json must have a step that the run has made, 1 to 4; got 7" in report
+    assert "not verified: models/mine: it has no unbroken.json that says after which step" in report
+
+
+def test_a_finished_run_whose_last_steps_are_gone_is_not_verified(run, capsys):
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    rollouts_of(run, 2).unlink()
+    rollouts_of(run, 3).unlink()
+    lines = (run / "metrics" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics" / "metrics.jsonl").write_text("".join(lines[:2]))
+    status, report = verify(capsys, run)
+    assert (status, "NOT VERIFIED (2 of 4 steps" in report) == (1, True), report
+    assert "not verified: steps 2 to 3: no file has them, and the run has finished with loop.num_steps 4" in report
+
+
 def test_parts_in_processes_of_their_own_are_the_whole_run(run, capsys):
     """The second part begins with a checkpoint, so a change before it hides none behind it."""
     change_last_bit_of_logprob(run)
