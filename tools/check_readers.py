@@ -88,7 +88,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.tinker.store": (7, "rows of its own store"),
     "unbroken.training.metrics.trackers": (2, "ids of its own runs"),
     "unbroken.training.metrics.writer": (2, "metrics of its own run"),
-    "unbroken.training.model.pretrained": (2, "what transformers wrote of a config"),
+    "unbroken.training.model.pretrained": (4, "what transformers and PEFT wrote of a config"),
     "unbroken.training.state": (1, "what was written in the same call"),
     "unbroken.training.step_metrics": (4, "what the kernel counts"),
     "unbroken.types.recorded": (1, "an .npy in base64, without pickles"),

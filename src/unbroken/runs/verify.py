@@ -42,6 +42,7 @@ from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoint
 from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics
+from unbroken.training.model.pretrained import ADAPTER_CONFIG, read_adapter_config
 from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.state import read_state
 from unbroken.training.trainer import Trainer
@@ -494,10 +495,14 @@ class _Comparison(RunObserver):
             )
             models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
             again = models.write_final(num_steps)
-            for path in sorted(again.iterdir()):
-                if path.name in (INFO, "README.md") or path.is_dir():
-                    continue
-                self._compare_file(path, folder / path.name)
+            names = [_list_files(each) for each in (again, folder)]
+            if found := sorted(names[0] ^ names[1]):
+                which = "lacks" if found[0] in names[0] else "has also"
+                raise _DifferenceError([f"{folder} {which} {found[0]}, other than the model after {num_steps} steps"])
+            if read_adapter_config(again) != read_adapter_config(folder):
+                raise _DifferenceError([f"{folder / ADAPTER_CONFIG} is not that of the model after {num_steps} steps"])
+            for name in sorted(names[0] - {ADAPTER_CONFIG}):
+                self._compare_file(again / name, folder / name)
             self.compared.append(str(folder.relative_to(self.run.folder)))
 
     def _compare_file(self, path: Path, other: Path) -> None:
@@ -536,13 +541,25 @@ class _ComparedCheckpoints(Checkpoints):
         extra = read_state(folder).state.processes[0]["extra"]
         if extra.get("num_steps") != last.num_steps:
             found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
-        if extra.get("groups") is not None and extra["groups"] != last.groups:
-            found.append(f"groups are {extra['groups']}, and here {last.groups}")
+        if extra.get("groups") != last.groups:
+            found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
         found += compare_metrics(extra.get("metrics", {}), last.metrics)
         if found:
             step = last.num_steps - 1
             raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
         self._comparison.compared.append(f"checkpoints/{folder.name}")
+
+
+def _list_files(folder: Path) -> set[str]:
+    """The files in the folder of a model, those of inner folders too, and empty inner folders. Not its own facts, which
+    have paths of a machine and an evaluation, nor its card, which has the version of unbroken, and people write in it.
+    """
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not _holds_anything(path))
+    return set(found) - {INFO, "README.md"}
+
+
+def _holds_anything(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and any(path.iterdir())
 
 
 def _compare_steps(recorded: RecordedStep, again: RecordedStep) -> Iterator[str]:

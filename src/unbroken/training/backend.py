@@ -13,6 +13,7 @@ Every process passes its own rows to the same calls, and the gradients are those
 from __future__ import annotations
 
 import math
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -43,11 +44,14 @@ from unbroken.training.model.compilation import compile_blocks
 from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pretrained import (
+    ADAPTER_CONFIG,
     AddFiles,
     ModelForm,
     ModelOrigin,
     check_form,
     gather_form,
+    read_adapter_config,
+    write_adapter_config,
     write_pretrained,
 )
 from unbroken.training.model.routing import check_experts, check_same_experts
@@ -362,11 +366,21 @@ class TrainerBackend:
         for name, (own, theirs) in numbers.items():
             if own != theirs:
                 return f"{name} is {theirs!r}, and here {own!r}"
+        if self._read_own_adapter_config() != read_adapter_config(stored.folder):
+            return f"{ADAPTER_CONFIG} is not that of the adapters here"
         with on_device(self.accelerator.device):
             for part, tensors in self._parts().items():
                 if (tensor := stored.find_difference(part, tensors)) is not None:
                     return f"{part} has other bits in {tensor}"
         return None
+
+    def _read_own_adapter_config(self) -> dict[str, Any] | None:
+        """What `read_adapter_config` gives of a checkpoint of this model."""
+        if self._adapter_config is None:
+            return None
+        with tempfile.TemporaryDirectory() as name:
+            write_adapter_config(Path(name), self._adapter_config)
+            return read_adapter_config(Path(name))
 
     def _sum_frozen(self) -> str:
         """The checksum of the weights that checkpoints leave out, in the first process; empty if there are none."""

@@ -35,13 +35,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
 from unbroken.training.model.adapters import strip_wrappers
-from unbroken.training.model.pretrained import ModelOrigin
+from unbroken.training.model.pretrained import ADAPTER_CONFIG, ModelOrigin, write_adapter_config
 from unbroken.training.model.sharding import shard_like
 from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file
 from unbroken.weights.files import WeightFile, WeightFiles, describe_file
 from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_name
 
-ADAPTER_CONFIG = "adapter_config.json"
 _STATE, _METADATA = "state.json", ".metadata"
 _FORMAT_VERSION = 1
 _OF_PROCESS = " of process "
@@ -160,7 +159,7 @@ def write_state(
         described = {"format": _FORMAT_VERSION, **asdict(state), "files": [asdict(file) for file in files]}
         (temporary / _STATE).write_text(json.dumps(described, indent=1, allow_nan=False), "utf-8")
         if adapter_config is not None:
-            adapter_config.save_pretrained(temporary)
+            write_adapter_config(temporary, adapter_config)
             flush_to_disk(temporary / ADAPTER_CONFIG)
         flush_to_disk(temporary / _STATE)
         complete_folder(temporary, folder)

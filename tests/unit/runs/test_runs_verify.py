@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,10 +44,14 @@ def run(finished, tmp_path) -> Path:
 
 
 def train(output: Path, model: Path, *options: str, max_tokens: int = 8) -> int:
+    return main(make_words(output, model, *options, max_tokens=max_tokens))
+
+
+def make_words(output: Path, model: Path, *options: str, max_tokens: int = 8) -> list[str]:
     words = ["train", str(RECIPE), f"--output={output}", f"--model={model}", "--trainer.numerics=exact"]
     words += ["--loop.num-steps=4", "--checkpoints.every=2", "--checkpoints.num-kept=9", "--preflight=false"]
     words += [f"--rollouts.sampling.max-tokens={max_tokens}", "--rollouts.group-size=4", "--trainer.num-minibatches=2"]
-    return main([*words, *options])
+    return [*words, *options]
 
 
 def verify(capsys, *words: Any) -> tuple[int, str]:
@@ -194,6 +201,30 @@ def change_checksum(run: Path) -> None:
     edit_lines(rollouts_of(run), edit)
 
 
+def add_an_adapter(run: Path) -> None:
+    (run / "final" / "adapter_config.json").write_text("{}")
+
+
+def add_a_file_in_a_folder(run: Path) -> None:
+    (run / "final" / "inner").mkdir()
+    (run / "final" / "inner" / "model.safetensors").write_bytes(b"")
+
+
+def remove_a_file_of_the_model(run: Path) -> None:
+    (run / "final" / "tokenizer.json").unlink()
+
+
+def remove_groups_of_a_checkpoint(run: Path) -> None:
+    def edit(state: Any) -> None:
+        state["processes"][0]["extra"]["groups"] = None
+
+    edit_json(run / "checkpoints" / "step-00000004" / "state.json", edit)
+
+
+def add_an_adapter_to_a_checkpoint(run: Path) -> None:
+    (run / "checkpoints" / "step-00000004" / "adapter_config.json").write_text("{}")
+
+
 OF_ROW = "step-00000002.rank-0.jsonl.gz: trajectory 0-0-5/1, row 0: "
 PLANTED = [
     (change_sampled_id, OF_ROW + "position "),
@@ -210,6 +241,11 @@ PLANTED = [
     (change_generator, "step 3: checkpoints/step-00000004: rng is "),
     (change_final_model, "final/model.safetensors has other bytes than the model after 4 steps"),
     (change_learning_rate, "step 0: checkpoints/step-00000001: weights has other bits in "),
+    (add_an_adapter, "final has also adapter_config.json, other than the model after 4 steps"),
+    (add_a_file_in_a_folder, "final has also inner/model.safetensors, other than the model after 4 steps"),
+    (remove_a_file_of_the_model, "final lacks tokenizer.json, other than the model after 4 steps"),
+    (remove_groups_of_a_checkpoint, "step 3: checkpoints/step-00000004: groups are None, and here "),
+    (add_an_adapter_to_a_checkpoint, "step 3: checkpoints/step-00000004: adapter_config.json is not that of "),
     (change_checksum, "step 2: step-00000002.rank-0.jsonl.gz: weights is "),
 ]
 
@@ -276,6 +312,31 @@ def test_runs_of_other_kinds_are_verified(tmp_path, model, capsys, options):
     assert train(tmp_path / "run", model, *options) == 0
     status, report = verify(capsys, tmp_path / "run")
     assert status == 0, report
+
+
+def test_adapters_are_verified_in_a_process_that_orders_sets_otherwise(tmp_path, model):
+    """PEFT writes the set of its target modules in the order of their hashes."""
+    run = tmp_path / "run"
+    code = "import sys; from unbroken.cli import main; sys.exit(main(sys.argv[1:]))"
+
+    def start(seed: int, words: list[str]) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path}
+        return subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
+
+    made = start(1, make_words(run, model, "--lora.rank=2"))
+    assert made.returncode == 0, made.stdout + made.stderr
+    for config in (
+        run / "final" / "adapter_config.json",
+        run / "checkpoints" / "step-00000004" / "adapter_config.json",
+    ):
+        targets = json.loads(config.read_text())["target_modules"]
+        assert targets == sorted(targets)
+        edit_json(config, lambda value: value["target_modules"].reverse())  # as runs before had any order
+    verified = start(2, ["verify", str(run)])
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    edit_json(run / "checkpoints" / "step-00000004" / "adapter_config.json", lambda value: value.update(r=4))
+    assert "checkpoints/step-00000004: adapter_config.json is not that of" in start(3, ["verify", str(run)]).stdout
 
 
 def test_groups_that_were_replaced_are_replaced_again(tmp_path, model, capsys):

@@ -26,12 +26,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from unbroken.errors import ExportError, InvalidInputError
 from unbroken.training.model.adapters import ADAPTER_NAMES, causal_lm, is_adapted
 from unbroken.training.model.weights import gather_buffers, gather_checkpoint, gather_weights
+from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 AddFiles: TypeAlias = Callable[[Path], None]
 """Writes more files, such as the tokenizer's, into the folder."""
 _CONFIG, _GENERATION_CONFIG, _CARD = "config.json", "generation_config.json", "README.md"
 _INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
@@ -254,6 +256,41 @@ def _write_adapter(folder: Path, model: Any, state: Mapping[str, torch.Tensor]) 
         for path in named.iterdir():
             path.rename(folder / path.name)
         named.rmdir()
+    _sort_sets(folder / ADAPTER_CONFIG, model.peft_config[name])
+
+
+def write_adapter_config(folder: Path, config: Any) -> None:
+    """Write a config of PEFT into a folder, with the same bytes in every process."""
+    config.save_pretrained(folder)
+    _sort_sets(folder / ADAPTER_CONFIG, config)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any] | None:
+    """What of an adapter's config can be compared: without the place of its base, and with its lists sorted, because
+    PEFT writes sets in any order. None without one.
+
+    Raises:
+        InvalidInputError: it is no JSON object.
+    """
+    if not (folder / ADAPTER_CONFIG).exists():
+        return None
+    try:
+        config = dict(read_json_file(folder / ADAPTER_CONFIG, max_bytes=MAX_FACTS_BYTES))
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidInputError(f"{folder / ADAPTER_CONFIG} must be a JSON object: {error}") from error
+    config.pop("base_model_name_or_path", None)
+    return {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in config.items()}
+
+
+def _sort_sets(path: Path, config: Any) -> None:
+    """Write what is a set in `config` as a sorted list: PEFT's `list(set)` has another order in another process
+    (PYTHONHASHSEED).
+    """
+    written = json.loads(path.read_text("utf-8"))
+    ordered = {
+        name: sorted(value) if isinstance(vars(config).get(name), set) else value for name, value in written.items()
+    }
+    path.write_text(json.dumps(ordered, indent=2, sort_keys=True), "utf-8")
 
 
 def _with_dtype(config: Any, dtype: str) -> Any:
