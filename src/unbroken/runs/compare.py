@@ -22,6 +22,8 @@ _MEASURED = ("seconds/", "idle/", "memory/", "tokens_per_s/", "outages/", "weigh
 """Metrics of the machine; and those of texts and times of rollouts, which a verification does not read."""
 _OF_ROW = ("policy_versions", "temperature", "is_trained", "loss", "advantages", "trainer_logprobs")
 """Keys of a row that are compared after its ids and their logprobs."""
+_OF_SCORED_ROW = ("trainer_logprobs",)
+"""Those of them that are null in rows that a run did not score (`rollout_log.scored_groups`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,10 @@ def compare_runs(folder: Path, other: Path) -> RunComparison:
             raise InvalidInputError(f"{each / FOLDER} must have the rollouts of the run (rollout_log.groups), got none")
     metrics = [{int(line["step"]): line for line in read_steps(each)} for each in folders]
     equal: set[int] = set()
-    for step, rank in sorted(files[0].keys() | files[1].keys()):
+    with_files = files[0].keys() | files[1].keys()
+    # Of a step that no run has a file of, the metrics alone are compared.
+    without = {(step, 0) for step in metrics[0].keys() | metrics[1].keys()} - {(step, 0) for step, _ in with_files}
+    for step, rank in sorted(with_files | without):
         paths = [found.get((step, rank)) for found in files]
         lines = [found.get(step, {}) for found in metrics]
         if (difference := _compare_step(step, paths, lines, folders)) is not None:
@@ -84,6 +89,11 @@ def _compare_step(
 ) -> str | None:
     """What differs first in a step of two runs, with what is known of its cause."""
     own, other = paths
+    if own is None and other is None:
+        if not all(metrics):
+            return f"step {step}: only {folders[1 if metrics[1] else 0]} has its line in metrics.jsonl"
+        changed = compare_metrics(*metrics)
+        return f"step {step}, of which no run has rollouts: {changed[0]}" if changed else None
     if own is None or other is None:
         return f"step {step}: only {folders[0] if other is None else folders[1]} has its rollouts"
     steps = [read_step(own), read_step(other)]
@@ -127,7 +137,11 @@ def _compare_samples(record: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
 
 def _compare_training(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     for number, (row, theirs) in enumerate(zip(record["rows"], other["rows"], strict=False)):
-        yield from (f", row {number}: {key} differs" for key in _OF_ROW if row.get(key) != theirs.get(key))
+        for key in _OF_ROW:
+            own, other_value = row.get(key), theirs.get(key)
+            is_in_both = key not in _OF_SCORED_ROW or None not in (own, other_value)
+            if is_in_both and own != other_value:
+                yield f", row {number}: {key} differs"
 
 
 def _compare_sampled(row: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> Iterator[str]:

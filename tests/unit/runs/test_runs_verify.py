@@ -408,3 +408,28 @@ def test_two_runs_are_compared_to_the_first_id_that_differs(run, finished, tmp_p
     status, report = verify(capsys, finished, "--against", other)
     assert "setting: trainer.optimizer.learning_rate is 0.003 and 0.001" in report
     assert "first difference: step 0, with equal rollouts: train/" in report
+
+
+def edit_metrics(run: Path, edit: Callable[[list[Any]], None]) -> None:
+    path = run / "metrics" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_two_runs_are_compared_in_steps_of_which_neither_has_a_file(run, finished, tmp_path, capsys):
+    other = Path(shutil.copytree(finished, tmp_path / "other"))
+    for each in (run, other):
+        rollouts_of(each, 3).unlink()
+    edit_metrics(run, lambda lines: lines[3].__setitem__("train/loss", 7.0))
+    status, report = verify(capsys, run, "--against", other)
+    assert (status, "step 3, of which no run has rollouts: train/loss is 7.0" in report) == (1, True), report
+    edit_metrics(run, lambda lines: lines.pop())
+    status, report = verify(capsys, run, "--against", other)
+    assert (status, f"step 3: only {other} has its line in metrics.jsonl" in report) == (1, True), report
+
+
+def test_two_runs_that_scored_other_rows_are_equal(run, finished, capsys):
+    edit_lines(rollouts_of(run), lambda lines: lines[2]["rows"][0].__setitem__("trainer_logprobs", None))
+    status, report = verify(capsys, run, "--against", finished)
+    assert status == 0, report
