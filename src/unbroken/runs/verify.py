@@ -17,12 +17,13 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.compare import compare_metrics, find_sampled
 from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig
@@ -139,8 +140,14 @@ def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1
     if num_processes == 1 or len(parts) <= 1:
         found = [verify(*part) for part in _join(parts, 1)]
     else:
-        with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(verify, *zip(*_join(parts, num_processes), strict=True)))
+        try:
+            with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+                found = list(pool.map(verify, *zip(*_join(parts, num_processes), strict=True)))
+        except BrokenProcessPool as error:
+            raise UnbrokenError(
+                f"one of {num_processes} processes was ended from outside, as by a lack of memory: each holds the "
+                "model and its optimizer. Give a smaller --processes"
+            ) from error
     if run.num_claimed > run.num_steps:
         steps = _name_steps(run.num_steps, run.num_claimed)
         unverified.append(f"{steps}: no file has them, and the run has finished with loop.num_steps {run.num_claimed}")
@@ -490,9 +497,11 @@ class _Comparison(RunObserver):
         for folder in self.run.models:
             if (info := read_info(folder)) is None or info.step != num_steps:
                 continue
-            config = replace(
-                self.run.config.export, merged=info.merged, dtype=None if info.dtype is None else Precision(info.dtype)
-            )
+            if info.dtype not in (None, *Precision):
+                known = ", ".join(Precision)
+                raise _DifferenceError([f"{folder / INFO} must have a dtype of {known}, or null; got {info.dtype!r}"])
+            dtype = None if info.dtype is None else Precision(info.dtype)
+            config = replace(self.run.config.export, merged=info.merged, dtype=dtype)
             models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
             again = models.write_final(num_steps)
             names = [_list_files(each) for each in (again, folder)]
@@ -531,14 +540,20 @@ class _ComparedCheckpoints(Checkpoints):
         """Restore the trainer as it was before the part; None at the beginning of the run."""
         if self._start == 0:
             return None
-        extra = trainer.load(self._found[self._start])
-        return LastStep(num_steps=self._start, metrics=extra.get("metrics", {}), groups=extra.get("groups"))
+        folder = self._found[self._start]
+        try:
+            extra = trainer.load(folder)
+            return LastStep(num_steps=self._start, metrics=extra.get("metrics", {}), groups=extra.get("groups"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder} must have the numbers of a run: {type(error).__name__}: {error}"
+            ) from error
 
     def save(self, trainer: Trainer, last: LastStep) -> None:
         """Compare the checkpoint with the trainer and with the loop's own numbers."""
         folder = self._found[last.num_steps]
         found = [each for each in (trainer.find_difference(folder),) if each is not None]
-        extra = read_state(folder).state.processes[0]["extra"]
+        extra = read_state(folder).state.processes[0].get("extra", {})
         if extra.get("num_steps") != last.num_steps:
             found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
         if extra.get("groups") != last.groups:

@@ -222,6 +222,8 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
             trained=tuple(found["trained"]),
             model=ModelOrigin(**found["model"]),
         )
+        if not state.processes:
+            raise InvalidInputError("processes must have at least one, got none")
         files = tuple(WeightFile(**file) for file in found["files"])
         if _METADATA not in {file.name for file in files}:
             raise InvalidInputError(f"files must have {_METADATA}, got {[file.name for file in files]}")

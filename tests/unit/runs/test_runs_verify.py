@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import pytest
 from support import letters_recipe
 from support.served import save_tiny_model
 from unbroken.cli import main
+from unbroken.runs import verify as verify_module
 
 RECIPE = Path(letters_recipe.__file__)
 CHANGED = 2
@@ -225,6 +227,22 @@ def add_an_adapter_to_a_checkpoint(run: Path) -> None:
     (run / "checkpoints" / "step-00000004" / "adapter_config.json").write_text("{}")
 
 
+def remove_counters_of_a_rollout(run: Path) -> None:
+    edit_lines(rollouts_of(run), lambda lines: lines[2 + 5].__setitem__("counters", None))
+
+
+def name_another_type_of_the_model(run: Path) -> None:
+    edit_json(run / "final" / "unbroken.json", lambda info: info.__setitem__("dtype", "int8"))
+
+
+def remove_processes_of_a_checkpoint(run: Path) -> None:
+    edit_json(run / "checkpoints" / "step-00000002" / "state.json", lambda state: state.update(processes=[]))
+
+
+def remove_extra_of_a_checkpoint(run: Path) -> None:
+    edit_json(run / "checkpoints" / "step-00000004" / "state.json", lambda state: state["processes"][0].pop("extra"))
+
+
 OF_ROW = "step-00000002.rank-0.jsonl.gz: trajectory 0-0-5/1, row 0: "
 PLANTED = [
     (change_sampled_id, OF_ROW + "position "),
@@ -246,6 +264,10 @@ PLANTED = [
     (remove_a_file_of_the_model, "final lacks tokenizer.json, other than the model after 4 steps"),
     (remove_groups_of_a_checkpoint, "step 3: checkpoints/step-00000004: groups are None, and here "),
     (add_an_adapter_to_a_checkpoint, "step 3: checkpoints/step-00000004: adapter_config.json is not that of "),
+    (remove_counters_of_a_rollout, "must have whole records, and trajectory 0-0-5/1 is none: AttributeError"),
+    (name_another_type_of_the_model, "unbroken.json must have a dtype of float32, bfloat16, or null; got 'int8'"),
+    (remove_processes_of_a_checkpoint, "step-00000002 must hold a whole checkpoint: InvalidInputError: processes must"),
+    (remove_extra_of_a_checkpoint, "step 3: checkpoints/step-00000004: num_steps is None, and here 4"),
     (change_checksum, "step 2: step-00000002.rank-0.jsonl.gz: weights is "),
 ]
 
@@ -433,3 +455,27 @@ def test_two_runs_that_scored_other_rows_are_equal(run, finished, capsys):
     edit_lines(rollouts_of(run), lambda lines: lines[2]["rows"][0].__setitem__("trainer_logprobs", None))
     status, report = verify(capsys, run, "--against", finished)
     assert status == 0, report
+
+
+def test_a_part_that_begins_with_a_checkpoint_without_its_numbers_is_no_traceback(run, capsys):
+    edit_json(run / "checkpoints" / "step-00000002" / "state.json", lambda state: state["processes"][0].pop("extra"))
+    rollouts_of(run, 0).unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000001")
+    status, report = verify(capsys, run)
+    assert (status, "step 2: " in report, "step-00000002 must have the numbers of a run: KeyError" in report) == (
+        1,
+        True,
+        True,
+    ), report
+
+
+def test_a_process_that_is_killed_is_named_with_what_to_do(run, capsys, monkeypatch):
+    """As the system does that lacks memory."""
+    monkeypatch.setattr(verify_module, "_verify_part", _die)
+    status, report = verify(capsys, run, "--processes", 2)
+    assert (status, "one of 2 processes was ended from outside" in report) == (1, True), report
+    assert "Give a smaller --processes" in report
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -81,7 +81,7 @@ class RecordedStep:
     def _make_trajectory(self, record: Mapping[str, Any]) -> Trajectory:
         try:
             return _make_trajectory(record)
-        except (KeyError, TypeError, ValueError, LookupError, InvariantError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, InvariantError) as error:
             raise InvalidInputError(
                 f"{self.path} must have whole records, and trajectory {record.get('trajectory')} is none: "
                 f"{type(error).__name__}: {error}"
