@@ -15,7 +15,7 @@ import itertools
 import math
 import multiprocessing
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ from unbroken.runs.processes import Rank
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.records.files import FOLDER, find_records
 from unbroken.runs.records.recorded import RecordedStep, read_head, read_step
-from unbroken.runs.records.recorder import Recorder
+from unbroken.runs.records.recorder import Recorder, choose_scored
 from unbroken.runs.settings import build, describe, read_described, section_of
 from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
 from unbroken.training.groups import GroupSource
@@ -50,10 +50,14 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics
 from unbroken.weights.files import describe_file
 
+_MISSING = "missing"
 _OF_HEAD = ("policy_version", "weights", "num_groups", "num_rollouts", "rewards", "counters")
-_OF_ROW = ("token_ids", "rollout_logprobs", "policy_versions", "temperature", "is_trained", "loss", "advantages")
+_OF_ROW = (
+    "token_ids", "segments", "rollout_logprobs", "policy_versions", "temperature", "is_trained", "loss", "advantages",
+    "images",
+)  # fmt: skip
 _OF_SCORED_ROW = ("trainer_logprobs", "entropies", "ranks", "clipped", "corrected")
-"""Null in rows that the run did not score; here all are."""
+"""Null in rows that the run did not score (`rollout_log.scored_groups`); here all are."""
 _MAX_SHOWN = 5
 """Differences of one step that are named."""
 
@@ -187,7 +191,7 @@ def format_verification(found: Verification, folder: Path) -> str:
         )
     lines.append(
         "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are the "
-        "rendering of the messages, evaluations, times"
+        "rendering of the messages, texts, statuses, finish reasons, parts of rewards, evaluations, times"
     )
     if found.differences:
         lines.append(
@@ -475,7 +479,11 @@ class _Comparison(RunObserver):
         await recorder.record(replace(rollouts, is_trained=True))  # so that rows are scored in any case
         again = read_step(self.scratch / FOLDER / recorded.path.name)
         again.path.unlink()
-        if found := [*_compare_steps(recorded, again)]:
+        chosen = (
+            choose_scored(rollouts.groups, self.run.config.rollout_log.scored_groups) if rollouts.is_trained else ()
+        )
+        scored = {member.trajectory_id for group in chosen for member in group.trajectories}
+        if found := [*_compare_steps(recorded, again, scored)]:
             raise _DifferenceError([f"step {rollouts.step}: {recorded.path.name}: {each}" for each in found])
         self.num_ids += sum(len(row["rollout_logprobs"]) for record in again.records for row in record["rows"])
 
@@ -577,29 +585,46 @@ def _holds_anything(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and any(path.iterdir())
 
 
-def _compare_steps(recorded: RecordedStep, again: RecordedStep) -> Iterator[str]:
-    """What differs in a step's file and the one that was made again."""
+def _compare_steps(recorded: RecordedStep, again: RecordedStep, scored: Set[str]) -> Iterator[str]:
+    """What differs in a step's file and the one that was made again, of which the run has scored these trajectories."""
     for name in _OF_HEAD:
-        if name in recorded.head and recorded.head[name] != again.head[name]:
-            yield f"{name} is {recorded.head[name]!r}, and computed again {again.head[name]!r}"
+        if (value := recorded.head.get(name, _MISSING)) != again.head[name]:
+            yield f"{name} is {value!r}, and computed again {again.head[name]!r}"
+    if ("columns" in recorded.head) != ("columns" in again.head):
+        yield "only one of its first line and the one made again has columns"
     if (column := recorded.find_changed_texts()) is not None:
         yield f"its first lines have other {column} than its records"
     if [record["trajectory"] for record in recorded.records] != [record["trajectory"] for record in again.records]:
         yield "groups were replaced that are not replaced again, or the other way round"
         return
     for record, own in zip(recorded.records, again.records, strict=True):
-        yield from (f"trajectory {record['trajectory']}{found}" for found in _compare_records(record, own))
+        name = record["trajectory"]
+        yield from (f"trajectory {name}{found}" for found in _compare_records(record, own, name in scored))
 
 
-def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any], is_scored: bool) -> Iterator[str]:
+    sampled = [[turn.get("num_sampled") for turn in each["turns"]] for each in (record, again)]
+    if sampled[0] != sampled[1]:
+        yield f": num_sampled of its turns is {_shorten(sampled[0])}, and computed again {_shorten(sampled[1])}"
     if len(record["rows"]) != len(again["rows"]):
         yield f": it has {len(record['rows'])} rows, and computed again {len(again['rows'])}"
         return
-    for number, rows in enumerate(zip(record["rows"], again["rows"], strict=True)):
-        yield from (f", row {number}: {found}" for found in _compare_rows(*rows))
+    rows, own = (_number_nodes(each["rows"]) for each in (record, again))
+    for number, pair in enumerate(zip(rows, own, strict=True)):
+        yield from (f", row {number}: {found}" for found in _compare_rows(*pair, is_scored=is_scored))
 
 
-def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+def _number_nodes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose segments have nodes numbered from 0: nodes that no row has, such as a last prompt, are not known."""
+    nodes = sorted({segment["node"] for row in rows for segment in row["segments"]})
+    numbers = {node: number for number, node in enumerate(nodes)}
+    return [
+        {**row, "segments": [{**segment, "node": numbers[segment["node"]]} for segment in row["segments"]]}
+        for row in rows
+    ]
+
+
+def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any], *, is_scored: bool) -> Iterator[str]:
     """What differs in a row, and the first id whose logprob is not that of the weights."""
     sampled, computed = row["rollout_logprobs"], again["trainer_logprobs"]
     for place, own, other in zip(find_sampled(again), sampled, computed, strict=False):
@@ -609,9 +634,10 @@ def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[
                 "before the step: it, the id or one before it is not what was sampled"
             )
             break
-    for name in _OF_ROW + tuple(name for name in _OF_SCORED_ROW if row.get(name) is not None):
-        if row.get(name) != again[name]:
-            yield f"{name} is {_shorten(row.get(name))}, and computed again {_shorten(again[name])}"
+    left_out = () if is_scored else tuple(name for name in _OF_SCORED_ROW if row.get(name, _MISSING) is None)
+    for name in _OF_ROW + _OF_SCORED_ROW:
+        if name not in left_out and (value := row.get(name, _MISSING)) != again[name]:
+            yield f"{name} is {_shorten(value)}, and computed again {_shorten(again[name])}"
 
 
 def _shorten(value: Any) -> str:

@@ -243,6 +243,19 @@ def remove_extra_of_a_checkpoint(run: Path) -> None:
     edit_json(run / "checkpoints" / "step-00000004" / "state.json", lambda state: state["processes"][0].pop("extra"))
 
 
+def add_to_a_segment(run: Path) -> None:
+    edit_lines(rollouts_of(run), lambda lines: row_of(lines)["segments"][-1].__setitem__("mine", 1))
+
+
+def change_number_of_sampled_ids(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        for record in lines[2:]:
+            record["turns"][0]["num_sampled"] += 1
+        lines[0]["columns"]["num_sampled"] = [number + 1 for number in lines[0]["columns"]["num_sampled"]]
+
+    edit_lines(rollouts_of(run), edit)
+
+
 OF_ROW = "step-00000002.rank-0.jsonl.gz: trajectory 0-0-5/1, row 0: "
 PLANTED = [
     (change_sampled_id, OF_ROW + "position "),
@@ -268,6 +281,8 @@ PLANTED = [
     (name_another_type_of_the_model, "unbroken.json must have a dtype of float32, bfloat16, or null; got 'int8'"),
     (remove_processes_of_a_checkpoint, "step-00000002 must hold a whole checkpoint: InvalidInputError: processes must"),
     (remove_extra_of_a_checkpoint, "step 3: checkpoints/step-00000004: num_steps is None, and here 4"),
+    (add_to_a_segment, OF_ROW + "segments is "),
+    (change_number_of_sampled_ids, ": num_sampled of its turns is [9], and computed again [8]"),
     (change_checksum, "step 2: step-00000002.rank-0.jsonl.gz: weights is "),
 ]
 
@@ -310,6 +325,33 @@ def test_a_finished_run_whose_last_steps_are_gone_is_not_verified(run, capsys):
     status, report = verify(capsys, run)
     assert (status, "NOT VERIFIED (2 of 4 steps" in report) == (1, True), report
     assert "not verified: steps 2 to 3: no file has them, and the run has finished with loop.num_steps 4" in report
+
+
+@pytest.mark.parametrize("name", ["policy_version", "weights", "rewards", "counters", "columns"])
+def test_what_is_missing_from_a_first_line_is_a_difference(run, capsys, name):
+    edit_lines(rollouts_of(run), lambda lines: lines[0].pop(name))
+    status, report = verify(capsys, run)
+    assert (status, f"step 2: {rollouts_of(run).name}: " in report, name in report) == (1, True, True), report
+
+
+@pytest.mark.parametrize("name", ["trainer_logprobs", "entropies", "ranks", "clipped", "corrected", "images"])
+def test_what_is_missing_from_rows_that_the_run_scored_is_a_difference(run, capsys, name):
+    def edit(lines: list[Any]) -> None:
+        for record in lines[2:]:
+            record["rows"][0][name] = None
+
+    edit_lines(rollouts_of(run), edit)
+    status, report = verify(capsys, run)
+    assert (status, f"row 0: {name} is None, and computed again" in report) == (1, True), report
+
+
+@pytest.mark.parametrize(
+    "name", ["num_trajectories", "num_trainable", "num_sampled_tokens", "completion_tokens_mean", "turns_max"]
+)
+def test_numbers_of_rollouts_that_follow_from_rows_are_compared(run, capsys, name):
+    edit_metrics(run, lambda lines: lines[CHANGED].__setitem__(f"rollout/{name}", 7.5))
+    status, report = verify(capsys, run)
+    assert (status, f"step 2: metrics.jsonl: rollout/{name} is 7.5, and " in report) == (1, True), report
 
 
 def test_parts_in_processes_of_their_own_are_the_whole_run(run, capsys):
