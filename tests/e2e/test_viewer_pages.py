@@ -439,8 +439,10 @@ def test_a_note_with_labels_is_saved_found_again_and_shown_as_text(browser, tabl
 
 def test_an_export_shows_notes_and_says_where_they_are_made(browser, tmp_path):
     run = write_run(tmp_path / "run")
-    note = json.dumps({"labels": ["odd"], "text": "two\nlines"}).encode()
-    open_runs([run]).write_note("run/0/step/1/rollout/1/note", note)
+    resources = open_runs([run])
+    sha256 = resources.get("run/0/step/1/rollout/1")["sha256"]
+    note = {"labels": ["odd"], "text": "two\nlines", "sha256": sha256, "shown_time_s": None}
+    resources.write_note("run/0/step/1/rollout/1/note", json.dumps(note).encode())
     assert main(["view", str(run), "--export", str(tmp_path / "page")]) == 0
     browser.open(f"{(tmp_path / 'page/index.html').as_uri()}#rollout/0/1/1")
     browser.run("document.querySelector('.noted').open = true")

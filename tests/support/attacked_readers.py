@@ -42,8 +42,7 @@ from unbroken.weights.store import VersionStore
 WEIGHTS = {"a": torch.ones(4, 4), "b": torch.zeros(3)}
 
 NOTE = {
-    "labels": ["a"], "text": "b", "set": None, "step": 1, "trajectory": "c", "num_sampled": 2, "given": "d",
-    "time_s": 1.0,
+    "labels": ["a"], "text": "b", "set": None, "step": 1, "trajectory": "c", "sha256": "0" * 64, "time_s": 1.0,
 }  # fmt: skip
 
 

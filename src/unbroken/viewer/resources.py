@@ -25,7 +25,7 @@ from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
 from unbroken.runs.records.files import spread
-from unbroken.runs.records.notes import NoteContent
+from unbroken.runs.records.notes import SentNote
 from unbroken.tinker.store import TINKER_TABLES
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
@@ -96,10 +96,11 @@ class Resources:
             raise LookupError(f"there is no image {path}")
         return self._find_run(int(match[1])).read_image(match[2])
 
-    def write_note(self, path: str, body: bytes) -> None:
-        """Save a note at a path `run/0/step/12/rollout/3/note`; `body` is JSON with its labels and its text.
+    def write_note(self, path: str, body: bytes) -> dict[str, Any]:
+        """Save a note, a `SentNote` as JSON, at `run/0/step/12/rollout/3/note`; returns what is shown of it.
 
         Raises:
+            ChangedNoteError: the rollout or its note is another than the one that was shown.
             LookupError: there is no such rollout; sessions of a store have no notes.
             InvalidInputError: the note is not as it must be.
             MetricsError: the run's folder cannot be written.
@@ -108,7 +109,7 @@ class Resources:
         reader = None if match is None else self._find_run(int(match[1]))
         if match is None or not isinstance(reader, RunReader):
             raise LookupError(f"there is no {path[:200]} to be written")
-        reader.write_note(_to_step(match[2]), int(match[3]), NoteContent.parse(body))
+        return reader.write_note(_to_step(match[2]), int(match[3]), SentNote.parse(body))
 
     def list_paths(self, *, max_rollouts: int = sys.maxsize) -> Iterator[str]:
         """The paths of all objects, but of each run only so many rollouts, evenly spread over its steps."""

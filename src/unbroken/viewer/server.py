@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MetricsError, StoreError
-from unbroken.runs.records.notes import MAX_NOTE_BYTES
+from unbroken.runs.records.notes import MAX_NOTE_BYTES, ChangedNoteError
 from unbroken.viewer.assets import ASSETS, read_asset
 from unbroken.viewer.resources import Resources
 
@@ -103,14 +103,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(500, {"error": f"it cannot be shown: {type(error).__name__}: {error}"[:500]})
 
     def do_POST(self) -> None:
-        """Save a note of a rollout, and answer with nothing."""
+        """Save a note of a rollout, and answer with what is shown of it."""
         if (refusal := self._find_refusal() or self._find_refusal_to_write()) is not None:
             self._send(403, "text/plain; charset=utf-8", refusal.encode())
             return
         path = self.path.partition("?")[0].removeprefix(f"/{self.server.secret}/api/")
         try:
-            self.server.resources.write_note(path, self._read_body())
-            self._send_json(200, {})
+            self._send_json(200, self.server.resources.write_note(path, self._read_body()))
+        except ChangedNoteError as error:
+            self._send_json(409, {"error": str(error)})
         except InvalidInputError as error:
             self._send_json(400, {"error": str(error)})
         except LookupError as error:

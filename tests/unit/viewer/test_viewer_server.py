@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.recorded import HOSTILE, write_run
+from support.recorded import HOSTILE, make_trajectory, write_run, write_step
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.viewer.assets import ASSETS, read_asset
@@ -78,7 +78,16 @@ def test_pages_of_other_origins_read_nothing_but_can_link_here(server):
 
 
 NOTE_PATH = "api/run/0/step/1/rollout/1/note"
-NOTE = json.dumps({"labels": ["odd"], "text": HOSTILE.replace("\ud800", "?")}).encode()
+NOTE = json.dumps(
+    {"labels": ["odd"], "text": HOSTILE.replace("\ud800", "?"), "sha256": "0" * 64, "shown_time_s": None}
+).encode()
+
+
+def make_note(server: ViewerServer, text: str = HOSTILE.replace("\ud800", "?"), *labels: str) -> bytes:
+    """What the page sends of the rollout of NOTE_PATH as it is now."""
+    shown = json.loads(get(server, f"/{server.secret}/{NOTE_PATH.removesuffix('/note')}")[2])
+    sent = {"labels": labels, "text": text, "sha256": shown["sha256"], "shown_time_s": shown["note_time_s"]}
+    return json.dumps(sent).encode()
 
 
 def post(server: ViewerServer, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
@@ -94,20 +103,45 @@ def post(server: ViewerServer, path: str, body: bytes, **headers: str) -> tuple[
 def test_a_note_is_saved_and_shown_in_its_rollout_its_step_and_the_table(server):
     base = f"/{server.secret}/"
     path = base + NOTE_PATH
-    assert post(server, path, NOTE, Origin=f"http://127.0.0.1:{server.server_port}", Sec_Fetch_Site="same-origin") == (
-        200,
-        b"{}",
-    )
+    note = make_note(server, HOSTILE.replace("\ud800", "?"), "odd")
+    origin = f"http://127.0.0.1:{server.server_port}"
+    status, answer = post(server, path, note, Origin=origin, Sec_Fetch_Site="same-origin")
+    assert status == 200
     shown = json.loads(get(server, path.removesuffix("/note"))[2])
     assert (shown["labels"], shown["note"]) == (["odd"], HOSTILE.replace("\ud800", "?"))
     assert shown["note_refusal"] is None
+    assert json.loads(answer) == {name: shown[name] for name in ("labels", "note", "note_time_s")}
     step = json.loads(get(server, f"{base}api/run/0/step/1")[2])["trajectories"]
     assert [each.get("labels") for each in step] == [None, ["odd"], None]
     table = json.loads(get(server, f"{base}api/run/0/table/label%3Dodd")[2])
     assert [(each["step"], each["index"], each["labels"]) for each in table["rows"]] == [(1, 1, ["odd"])]
     assert table["offers"]["labels"] == ["odd"]
-    assert post(server, path, b'{"labels": [], "text": ""}')[0] == 200
+    status, data = post(server, path, note)
+    assert (status, json.loads(data)) == (409, {"error": "the note was changed meanwhile: load the rollout again"})
+    status, answer = post(server, path, make_note(server, ""))
+    assert (status, json.loads(answer)["note_time_s"]) == (200, None)
     assert "labels" not in json.loads(get(server, path.removesuffix("/note"))[2])
+
+
+def test_a_note_stays_with_the_rollout_that_was_shown_when_its_step_is_made_anew(server, tmp_path):
+    """Rollouts that sampled nothing have all in common but their lines."""
+    path = f"/{server.secret}/{NOTE_PATH}"
+    for time_s in (1.0, 2.0):
+        failed = [make_trajectory(f"g/{n}", [], error="no key", wall_time_s=time_s) for n in range(2)]
+        write_step(tmp_path, 1, failed)
+        step = json.loads(get(server, f"/{server.secret}/api/run/0/step/1")[2])["trajectories"]
+        assert [each.get("labels") for each in step] == [None, None]
+        if time_s == 2.0:
+            break
+        note = make_note(server, "of the first", "odd")
+        assert post(server, path, note)[0] == 200
+        late = make_note(server, "too late")
+    status, data = post(server, path, late)
+    assert (status, json.loads(data)) == (409, {"error": "this rollout was made anew: load it again"})
+    assert "note" not in json.loads(get(server, path.removesuffix("/note"))[2])
+    assert json.loads(get(server, f"/{server.secret}/api/run/0/table/label%3Dodd")[2])["rows"] == []
+    assert main(["export", str(tmp_path), str(tmp_path / "rows.jsonl"), "--steps", "1:2"]) == 0
+    assert "of the first" not in (tmp_path / "rows.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +189,7 @@ def test_a_body_that_is_too_long_is_not_read(server):
 
 def test_a_folder_in_which_nothing_can_be_written_says_so(server, tmp_path):
     (tmp_path / "notes.jsonl").symlink_to(tmp_path / "elsewhere")
-    status, data = post(server, f"/{server.secret}/{NOTE_PATH}", NOTE)
+    status, data = post(server, f"/{server.secret}/{NOTE_PATH}", make_note(server))
     assert status == 500
     assert b"notes.jsonl cannot be written" in data
     assert not (tmp_path / "elsewhere").exists()

@@ -37,9 +37,8 @@ from unbroken.runs.records.files import (
     find_expected,
     find_records,
     read_records,
-    summarize,
 )
-from unbroken.runs.records.notes import Note, NoteKey, make_key, read_notes
+from unbroken.runs.records.notes import Note, NoteKey, hash_lines, read_notes
 from unbroken.runs.records.paths import cut_path, describe_branch, describe_session, find_runs
 
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
@@ -180,15 +179,17 @@ def _choose_folders(run: Path, kind: str | None) -> list[tuple[str, Path]]:
 
 def _read_files(kind: str, folder: Path, steps: range | None, notes: Mapping[NoteKey, Note]) -> Iterator[Rollout]:
     set_name = None if kind == TRAINING else kind
-    noted = {(note.set, note.step, note.trajectory) for note in notes.values()}
+    noted = {(note.set, note.step) for note in notes.values()}
     for (step, _), path in find_records(folder).items():
         if steps is None or step in steps:
             records = read_records(path)
             head = next(records)
+            # The line of the first rollout is behind the columns and the texts, where a file has them.
+            first = 1 if head.get("columns") is None else 2
+            hashes = hash_lines(path)[first:] if (set_name, step) in noted else []
             for number, record in enumerate(records):
                 _check_record(record, f"{path} must be a file of rollouts: rollout {number}")
-                is_noted = (set_name, step, record.get("trajectory")) in noted
-                note = notes.get(make_key(set_name, step, summarize(record))) if is_noted else None
+                note = notes.get((set_name, step, hashes[number])) if number < len(hashes) else None
                 yield Rollout(kind=kind, head=head, record=record, note=note)
 
 

@@ -1,26 +1,28 @@
 """What people note of rollouts: `notes.jsonl` in a run's folder, to which `unbroken view` adds and `export` reads.
 
-{"set": null, "step": 12, "trajectory": "0-0-80/0", "num_sampled": 58, "given": "vipa", "labels": ["wrong tool"],
+{"set": null, "step": 12, "trajectory": "0-0-80/0", "sha256": "5fd9...", "labels": ["wrong tool"],
  "text": "it never asks for the key", "time_s": 1790000000.0}
 
 A line for each time that one was saved: of a rollout the last one counts, and one without labels and text takes the
-note away. `set` to `given` say which rollout: a step that a continued run makes anew has the same names, other texts.
+note away. `sha256` is of the rollout's line: a step that a continued run makes anew has the same names, other lines.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.runs.records.files import read_lines
 from unbroken.untrusted import open_inside, read_json
 
 NOTES_FILE = "notes.jsonl"
@@ -28,9 +30,14 @@ MAX_NOTE_BYTES = 64 << 10
 """Of a line."""
 _MAX_BYTES = 64 << 20
 _MAX_PROBLEMS = 20
-NoteKey = tuple[str | None, int, str, int, str | None]
-"""Which rollout: set (None: training), step, trajectory, sampled ids, and the end of what was given."""
+NoteKey = tuple[str | None, int, str]
+"""Which rollout: set (None: training), step, and the SHA-256 of its line."""
 _Label = Annotated[str, StringConstraints(pattern=r"^[^\s,](?:[^\x00-\x1f\x7f,]{0,58}[^\s,])?$")]
+_Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ChangedNoteError(InvalidInputError):
+    """A note is not saved, because the rollout or the note is another than the one that was shown."""
 
 
 class NoteContent(BaseModel):
@@ -39,12 +46,21 @@ class NoteContent(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     labels: Annotated[list[_Label], Len(0, 20)]
     text: Annotated[str, Len(0, 10_000)]
+    sha256: _Sha256
+    """Of the rollout's line, see `hash_line`."""
+
+
+class SentNote(NoteContent):
+    """What a page sends."""
+
+    shown_time_s: float | None
+    """The `time_s` of the note that the page showed; None if the rollout had none."""
 
     @staticmethod
-    def parse(data: bytes) -> NoteContent:
+    def parse(data: bytes) -> SentNote:
         """Read what a page sends; raises `InvalidInputError` if it is not as it must be."""
         try:
-            return NoteContent.model_validate(read_json(data, max_bytes=MAX_NOTE_BYTES))
+            return SentNote.model_validate(read_json(data, max_bytes=MAX_NOTE_BYTES))
         except ValidationError as error:
             raise InvalidInputError(f"a note must have labels and a text: {_describe(error)}") from None
 
@@ -56,30 +72,33 @@ class Note(NoteContent):
     """The evaluated set; None for a step of training."""
     step: int
     trajectory: str
-    num_sampled: int
-    given: str | None
-    """The end of what the policy said last."""
     time_s: float = Field(ge=0, allow_inf_nan=False)
 
     @staticmethod
-    def of(content: NoteContent, set_name: str | None, step: int, summary: Mapping[str, Any]) -> Note:
-        """A note of a rollout with this summary (`summarize`), from now."""
-        _, _, trajectory, num_sampled, given = make_key(set_name, step, summary)
+    def of(content: NoteContent, set_name: str | None, step: int, trajectory: str) -> Note:
+        """A note of a rollout, from now."""
         return Note(
-            labels=content.labels, text=content.text, set=set_name, step=step, trajectory=trajectory,
-            num_sampled=num_sampled, given=given, time_s=time(),
+            labels=content.labels, text=content.text, sha256=content.sha256, set=set_name, step=step,
+            trajectory=_clean(trajectory), time_s=time(),
         )  # fmt: skip
 
     @property
     def key(self) -> NoteKey:
         """Which rollout it is of."""
-        return self.set, self.step, self.trajectory, self.num_sampled, self.given
+        return self.set, self.step, self.sha256
 
 
-def make_key(set_name: str | None, step: int, summary: Mapping[str, Any]) -> NoteKey:
-    """The key of a rollout by its summary (`summarize`)."""
-    given = summary["given"]
-    return set_name, step, _clean(summary["trajectory"]), summary["num_sampled"], given and _clean(given)
+def hash_line(line: bytes) -> str:
+    """What a note names a rollout by: the SHA-256 of its line in the file of rollouts, with its end."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def hash_lines(path: Path) -> list[str]:
+    """`hash_line` of each line of a file of rollouts, the first one too; of a damaged one, of those before it."""
+    hashes: list[str] = []
+    with suppress(InvalidInputError):
+        hashes.extend(map(hash_line, read_lines(path)))
+    return hashes
 
 
 def _clean(text: str) -> str:
@@ -131,10 +150,11 @@ def find_refusal(folder: Path) -> str | None:
     return f"{path} cannot be written: make notes in a copy of the run, or as the user who owns it"
 
 
-def append_note(folder: Path, note: Note) -> None:
-    """Add a line to a run's notes; nothing before it changes.
+def append_note(folder: Path, note: Note, *, shown_time_s: float | None) -> None:
+    """Add a line to a run's notes; nothing before it changes. `shown_time_s` is as in `SentNote`.
 
     Raises:
+        ChangedNoteError: somebody else saved or removed a note of the rollout meanwhile.
         InvalidInputError: the line would be too long.
         MetricsError: it cannot be written; nothing is left of it.
     """
@@ -146,6 +166,8 @@ def append_note(folder: Path, note: Note) -> None:
     try:
         descriptor = os.open(folder / NOTES_FILE, flags, 0o644)
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # of another viewer; until it is closed
+            _check_unchanged(folder, note, shown_time_s)
             _append(descriptor, line)
         finally:
             os.close(descriptor)
@@ -153,11 +175,16 @@ def append_note(folder: Path, note: Note) -> None:
         raise MetricsError(f"{folder / NOTES_FILE} cannot be written: {error.strerror or error}") from error
 
 
+def _check_unchanged(folder: Path, note: Note, shown_time_s: float | None) -> None:
+    last = read_notes(folder)[0].get(note.key)
+    if (last.time_s if last else None) != shown_time_s:
+        raise ChangedNoteError("the note was changed meanwhile: load the rollout again")
+
+
 def _append(descriptor: int, line: bytes) -> None:
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1:
         raise OSError("it is a link, or no regular file")
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # of another viewer; it is held for the write alone
     size = os.fstat(descriptor).st_size
     if size + len(line) > _MAX_BYTES:
         raise OSError(f"it must have at most {_MAX_BYTES} bytes")

@@ -36,11 +36,12 @@ function makeNoteForm(state, node, said) {
   return el('form', { submit: save }, el('label', {}, 'labels ', names), text, el('p', {}, el('button', { type: 'submit' }, 'save'), ' ', status));
 }
 
+/* Sends which rollout and which note are shown here: the server refuses if others are there by now. */
 async function saveNote({ run, step, number, rollout }, labels, text) {
   const path = `run/${run}/step/${step}`;
-  const response = await fetch(`api/${path}/rollout/${number}/note`, { method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify({ labels, text }) });
+  const response = await fetch(`api/${path}/rollout/${number}/note`, { method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify({ labels, text, sha256: rollout.sha256, shown_time_s: rollout.note_time_s }) });
   const answer = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(answer.error || `it was not saved: ${response.status}`);
-  Object.assign(rollout, { labels, note: text });
+  Object.assign(rollout, answer);
   for (const each of [path, `${path}/rollout/${number}`]) objects.delete(each);
 }

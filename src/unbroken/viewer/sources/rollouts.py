@@ -22,6 +22,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.retokenising.records import match_turns
 from unbroken.runs.records.files import MAX_TEXT, PART, parse_line, read_lines, summarize
+from unbroken.runs.records.notes import hash_line
 from unbroken.untrusted import check_json
 
 BROKEN = "broken"
@@ -145,8 +146,8 @@ def _read_texts(path: Path, line: bytes, number: int | None = None) -> list[str]
     return texts
 
 
-def read_pair(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the first line of a file, and the rollout of line `number`; those between are not parsed.
+def read_pair(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Read the first line of a file, and the rollout of line `number` with its hash; those between are not parsed.
 
     Raises:
         InvalidInputError: it is no file of rollouts, or has no such line.
@@ -156,7 +157,7 @@ def read_pair(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
     line = next(itertools.islice(lines, number - 1, None), None)
     if line is None:
         raise InvalidInputError(f"{path} has no line {number} of a trajectory")
-    return head, read_trajectory(line, number)
+    return head, read_trajectory(line, number), hash_line(line)
 
 
 def read_trajectory(line: bytes, number: int) -> dict[str, Any]:

@@ -17,15 +17,16 @@ from unbroken.runs.diagnosis.evidence import read_evidence
 from unbroken.runs.diagnosis.rules import diagnose
 from unbroken.runs.folder import find_state
 from unbroken.runs.process_file import PROCESS_FILE
-from unbroken.runs.records.files import FOLDER, find_expected, find_records, summarize
+from unbroken.runs.records.files import FOLDER, find_expected, find_records
 from unbroken.runs.records.notes import (
     NOTES_FILE,
+    ChangedNoteError,
     Note,
-    NoteContent,
     NoteKey,
+    SentNote,
     append_note,
     find_refusal,
-    make_key,
+    hash_lines,
     read_notes,
 )
 from unbroken.runs.settings import redact
@@ -43,6 +44,8 @@ _SETTLED_S = 2.0
 """A folder that is older has another time if something comes into it."""
 _MAX_STEPS = 16
 """Steps whose summaries are kept in memory."""
+_MAX_NOTED = 4096
+"""Steps with notes whose rollouts are known by their hashes."""
 _MAX_IMAGE_BYTES = 100 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES, _MAX_LINE_BYTES = 512 << 20, 1 << 20
@@ -68,6 +71,9 @@ class RunReader:
         self._tokenizers = Tokenizers(tokenizer, run=folder)
         self._summarize: Callable[[StepFiles, object], dict[str, Any]] = lru_cache(_MAX_STEPS)(
             lambda files, _signature: files.make_summary()
+        )
+        self._match_notes: Callable[[StepFiles, object, object], Mapping[int, Note]] = lru_cache(_MAX_NOTED)(
+            lambda files, signature, _notes_signature: self._find_notes(files, signature)
         )
         self._table = Table()
         self._noted: tuple[object, dict[NoteKey, Note], list[str]] = (None, {}, [])
@@ -118,10 +124,12 @@ class RunReader:
     def read_table(self, query: str | None) -> dict[str, Any]:
         """What a query finds among all rollouts that were kept; see `Table`."""
         files = {name: (each, [*map(_signature, each.paths)]) for name, each in self._list_files().items()}
-        notes, _ = self._read_notes()
-        found = self._table.query(files, query, notes)
-        rows = [each | _find_note(notes, each["set"] or None, each["number"], each) for each in found["rows"]]
-        labels = sorted({label for note in notes.values() for label in note.labels})
+        notes = self._read_notes()[0].values()
+        places = {(note.set, note.step) for note in notes}
+        noted = {name: self._match(each) for name, (each, _) in files.items() if (each.set, each.step) in places}
+        found = self._table.query(files, query, noted)
+        rows = [each | _show(noted.get(each["step"], {}).get(each["index"])) for each in found["rows"]]
+        labels = sorted({label for note in notes for label in note.labels})
         return {**found, "rows": rows, "offers": {**found["offers"], "labels": labels}}
 
     def read_step(self, step: int | str) -> dict[str, Any]:
@@ -132,8 +140,8 @@ class RunReader:
         """
         files = self._find_step(step)
         found = self._summarize(files, tuple(map(_signature, files.paths)))
-        notes, _ = self._read_notes()
-        members = [each | _find_note(notes, files.set, files.step, each) for each in found["trajectories"]]
+        noted = self._match(files)
+        members = [each | _show(noted.get(each["index"])) for each in found["trajectories"]]
         return {**found, "trajectories": members}
 
     def read_trajectory(self, step: int | str, index: int) -> dict[str, Any]:
@@ -147,26 +155,33 @@ class RunReader:
         if index >= len(members):
             raise LookupError(f"step {step} has {len(members)} recorded rollouts, and no number {index}")
         files = self._find_step(step)
-        head, record = read_pair(files.paths[members[index]["file"]], members[index]["line"])
-        note = _find_note(self._read_notes()[0], files.set, files.step, summarize(record))
+        head, record, sha256 = read_pair(files.paths[members[index]["file"]], members[index]["line"])
+        note = self._read_notes()[0].get((files.set, files.step, sha256))
         texts = self._tokenizers.find([str(head.get("model"))])
         return {
             **{name: head.get(name) for name in ("rank", "policy_version", "model", "set")},
             "step": step, "index": index, "record": record, "expected": find_expected(record.get("data")),
-            **note, "note_refusal": find_refusal(self.folder),
+            "sha256": sha256, **_show(note), "note_time_s": note and note.time_s,
+            "note_refusal": find_refusal(self.folder),
             "has_texts": texts is not None, **describe_trajectory(record, texts),
         }  # fmt: skip
 
-    def write_note(self, step: int | str, index: int, content: NoteContent) -> None:
-        """Save labels and a text of a rollout.
+    def write_note(self, step: int | str, index: int, sent: SentNote) -> dict[str, Any]:
+        """Save labels and a text of a rollout; returns what is shown of them.
 
         Raises:
             LookupError: there is no such rollout.
+            ChangedNoteError: the rollout or its note is another than the one that was shown.
             InvalidInputError: the note is too long.
             MetricsError: the folder cannot be written.
         """
-        record, files = self.read_trajectory(step, index)["record"], self._find_step(step)
-        append_note(self.folder, Note.of(content, files.set, files.step, summarize(record)))
+        found, files = self.read_trajectory(step, index), self._find_step(step)
+        if found["sha256"] != sent.sha256:
+            raise ChangedNoteError("this rollout was made anew: load it again")
+        note = Note.of(sent, files.set, files.step, found["record"]["trajectory"])
+        append_note(self.folder, note, shown_time_s=sent.shown_time_s)
+        is_removed = not (note.labels or note.text)
+        return {**_show(note), "note_time_s": None if is_removed else note.time_s}
 
     def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
         """Where the tokenizer and template of a rollout's model are; None if they are not on this machine."""
@@ -194,6 +209,24 @@ class RunReader:
         if signature != self._noted[0]:
             self._noted = (signature, *read_notes(self.folder))
         return self._noted[1:]
+
+    def _match(self, files: StepFiles) -> Mapping[int, Note]:
+        """The notes of a step's rollouts, by their places in its list."""
+        self._read_notes()
+        return self._match_notes(files, tuple(map(_signature, files.paths)), self._noted[0])
+
+    def _find_notes(self, files: StepFiles, signature: object) -> dict[int, Note]:
+        notes = {key: note for key, note in self._read_notes()[0].items() if key[:2] == (files.set, files.step)}
+        if not notes:
+            return {}
+        hashes = [hash_lines(path) for path in files.paths]
+        members = self._summarize(files, signature)["trajectories"]
+        keys = {
+            each["index"]: (files.set, files.step, hashes[each["file"]][each["line"]])
+            for each in members
+            if each["line"] < len(hashes[each["file"]])  # a file that was written anew meanwhile
+        }
+        return {index: notes[key] for index, key in keys.items() if key in notes}
 
     def _list_folders(self) -> list[Path]:
         """The folders with files of rollouts: of the steps, and of each set that was evaluated."""
@@ -229,11 +262,8 @@ class RunReader:
         return f"{[_signature(path) for path in paths]} {len(records)} {max(records, default='')}"
 
 
-def _find_note(
-    notes: Mapping[NoteKey, Note], set_name: str | None, step: int, summary: Mapping[str, Any]
-) -> dict[str, Any]:
+def _show(note: Note | None) -> dict[str, Any]:
     """The labels of a rollout, and the text; nothing if it has no note."""
-    note = notes.get(make_key(set_name, step, summary)) if notes else None
     return {} if note is None else {"labels": note.labels, "note": note.text}
 
 

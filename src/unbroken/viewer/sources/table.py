@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.runs.records.files import PART
-from unbroken.runs.records.notes import Note, NoteKey, make_key
+from unbroken.runs.records.notes import Note
 from unbroken.viewer.sources.rollouts import StepFiles
 
 _FIRST_S, _MAX_S = 0.05, 1.0
@@ -68,12 +68,12 @@ class Table:
         self,
         files: Mapping[int | str, tuple[StepFiles, object]],
         query: str | None,
-        notes: Mapping[NoteKey, Note],
+        notes: Mapping[int | str, Mapping[int, Note]],
     ) -> dict[str, Any]:
         """The first rollouts of a query, how many there are, and what there is to choose by; None: all of them.
 
         `files` has the files of each step and their signature; new ones are read for as long as an answer may take.
-        `notes` are those of the run.
+        `notes` has those of each step that has any, by the index of their rollouts.
         """
         asked = dict(parse_qsl(query or ""))
         text, size = asked.get("q", ""), asked.get("size", "")
@@ -158,7 +158,7 @@ class Table:
             self._values[name] = np.array([*found], dtype=float)
         return self._values[name]
 
-    def _choose(self, asked: Mapping[str, str], notes: Mapping[NoteKey, Note]) -> NDArray[np.bool_]:
+    def _choose(self, asked: Mapping[str, str], notes: Mapping[int | str, Mapping[int, Note]]) -> NDArray[np.bool_]:
         """Which rollouts have all that is asked for but the text, [N]."""
         chosen = self._choose_by_numbers(asked)
         flags = {*asked.get("is", "").split(","), "variance" if asked.get("variance") == "1" else ""}
@@ -170,23 +170,19 @@ class Table:
         if fork := asked.get("fork"):
             chosen &= np.array([fork in each for each in self._chain("forks")], dtype=bool)
         if label := asked.get("label"):
-            chosen &= self._choose_noted([note for note in notes.values() if label in note.labels])
+            chosen &= self._choose_labelled(label, notes)
         if chosen_set := asked.get("set"):
             own = [(each.files.set or _TRAINING) == chosen_set for each in self._steps or ()]
             chosen &= np.repeat(np.array(own, dtype=bool), np.diff(self._starts))
         return chosen
 
-    def _choose_noted(self, notes: Sequence[Note]) -> NDArray[np.bool_]:
-        """Which rollouts have one of these notes, [N]."""
+    def _choose_labelled(self, label: str, notes: Mapping[int | str, Mapping[int, Note]]) -> NDArray[np.bool_]:
+        """Which rollouts have a label, [N]."""
         chosen = np.zeros(self._starts[-1], dtype=bool)
-        keys = {note.key for note in notes}
-        places = {(note.set, note.step) for note in notes}
-        for step, start in zip(self._steps or (), self._starts, strict=False):
-            if (step.files.set, step.files.step) in places:
-                columns = (step.columns[name] for name in ("trajectory", "num_sampled", "given"))
-                for index, row in enumerate(zip(*columns, strict=True)):
-                    summary = dict(zip(("trajectory", "num_sampled", "given"), row, strict=True))
-                    chosen[start + index] = make_key(step.files.set, step.files.step, summary) in keys
+        for step, (start, stop) in zip(self._steps or (), itertools.pairwise(self._starts), strict=True):
+            for index, note in notes.get(step.files.name, {}).items():
+                if label in note.labels and start + index < stop:
+                    chosen[start + index] = True
         return chosen
 
     def _choose_by_numbers(self, asked: Mapping[str, str]) -> NDArray[np.bool_]:

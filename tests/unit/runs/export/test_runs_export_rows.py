@@ -384,7 +384,9 @@ def test_half_a_surrogate_pair_in_a_record_is_written_or_refused_in_a_sentence(t
 def write_notes(run: Path) -> None:
     resources = open_runs([run])
     for path, text in (("run/0/step/3/rollout/0/note", "good"), ("run/0/step/3@math/rollout/0/note", "of math")):
-        resources.write_note(path, json.dumps({"labels": ["a", "b"], "text": text}).encode())
+        sha256 = resources.get(path.removesuffix("/note"))["sha256"]
+        note = {"labels": ["a", "b"], "text": text, "sha256": sha256, "shown_time_s": None}
+        resources.write_note(path, json.dumps(note).encode())
 
 
 @pytest.mark.parametrize("end", ["parquet", "jsonl"])

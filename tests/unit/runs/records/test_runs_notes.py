@@ -8,24 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from support.recorded import make_row, make_trajectory
 from unbroken.errors import InvalidInputError, MetricsError
-from unbroken.runs.records.files import summarize
 from unbroken.runs.records.notes import (
     NOTES_FILE,
+    ChangedNoteError,
     Note,
     NoteContent,
+    SentNote,
     append_note,
     find_refusal,
-    make_key,
+    hash_line,
     read_notes,
 )
 
-SUMMARY = summarize(make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)]))
+LINE = hash_line(b"{}\n")
 
 
 def save(folder: Path, text: str, *labels: str, set_name: str | None = None, step: int = 3) -> None:
-    append_note(folder, Note.of(NoteContent(labels=list(labels), text=text), set_name, step, SUMMARY))
+    note = Note.of(NoteContent(labels=list(labels), text=text, sha256=LINE), set_name, step, "g0/0")
+    shown = read_notes(folder)[0].get(note.key)
+    append_note(folder, note, shown_time_s=shown.time_s if shown else None)
 
 
 def test_the_last_note_of_a_rollout_counts_and_an_empty_one_takes_it_away(tmp_path):
@@ -37,23 +39,31 @@ def test_the_last_note_of_a_rollout_counts_and_an_empty_one_takes_it_away(tmp_pa
     notes, problems = read_notes(tmp_path)
     assert problems == []
     assert [(note.text, note.labels) for note in notes.values()] == [("of an evaluation", []), ("second", ["b", "c"])]
-    assert notes[make_key(None, 3, SUMMARY)].text == "second"
-    assert make_key(None, 4, SUMMARY) not in notes
+    assert notes[None, 3, LINE].text == "second"
+    assert (None, 4, LINE) not in notes
     save(tmp_path, "")
     assert [note.text for note in read_notes(tmp_path)[0].values()] == ["of an evaluation"]
 
 
-def test_a_rollout_that_a_step_made_anew_has_not_the_note_of_the_one_before(tmp_path):
-    save(tmp_path, "of this one")
-    other = {"role": "assistant", "content": "Another answer."}
-    anew = summarize(make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)], messages=[other]))
-    assert make_key(None, 3, anew) not in read_notes(tmp_path)[0]
-
-
 def test_a_rollout_with_half_a_surrogate_pair_can_be_noted(tmp_path):
-    half = summarize(make_trajectory("g0/\ud800", [], messages=[{"role": "assistant", "content": "\ud800 é"}]))
-    append_note(tmp_path, Note.of(NoteContent(labels=[], text="é"), None, 0, half))
-    assert read_notes(tmp_path)[0][make_key(None, 0, half)].text == "é"
+    note = Note.of(NoteContent(labels=[], text="é", sha256=LINE), None, 0, "g0/\ud800")
+    append_note(tmp_path, note, shown_time_s=None)
+    assert read_notes(tmp_path)[0][None, 0, LINE].text == "é"
+
+
+def test_a_note_that_another_editor_changed_meanwhile_is_not_replaced(tmp_path):
+    note = Note.of(NoteContent(labels=[], text="mine", sha256=LINE), None, 3, "g0/0")
+    save(tmp_path, "first")
+    first = read_notes(tmp_path)[0][note.key].time_s
+    save(tmp_path, "of another editor")
+    for shown in (None, first, first + 1):
+        with pytest.raises(ChangedNoteError, match="load the rollout again"):
+            append_note(tmp_path, note, shown_time_s=shown)
+    assert [each.text for each in read_notes(tmp_path)[0].values()] == ["of another editor"]
+    save(tmp_path, "")
+    with pytest.raises(ChangedNoteError):
+        append_note(tmp_path, note, shown_time_s=first)
+    append_note(tmp_path, note, shown_time_s=None)
 
 
 def test_what_is_no_note_is_named_with_its_line_and_all_others_are_read(tmp_path):
@@ -65,6 +75,11 @@ def test_what_is_no_note_is_named_with_its_line_and_all_others_are_read(tmp_path
     notes, problems = read_notes(tmp_path)
     assert [note.text for note in notes.values()] == ["first", "last"]  # a cut line swallows no other
     assert [problem.split(" must")[0] for problem in problems] == [f"line {n} of {NOTES_FILE}" for n in (2, 3, 4, 5)]
+
+
+def test_a_note_within_bounds_is_taken():
+    sent = SentNote.parse(json.dumps({"labels": ["a b"], "text": "x", "sha256": LINE, "shown_time_s": 1.5}).encode())
+    assert (sent.labels, sent.text, sent.shown_time_s) == (["a b"], "x", 1.5)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +98,9 @@ def test_what_is_no_note_is_named_with_its_line_and_all_others_are_read(tmp_path
     ],
 )
 def test_labels_and_texts_out_of_bounds_are_refused(body):
+    place = f', "sha256": "{LINE}", "shown_time_s": null}}'.encode()
     with pytest.raises(InvalidInputError):
-        NoteContent.parse(body)
+        SentNote.parse(body[:-1] + place if body.startswith(b"{") else body)
 
 
 def test_no_link_and_no_pipe_is_read_or_written(tmp_path):
