@@ -110,6 +110,7 @@ def cells(*parts: str) -> str:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
+        (r"$x''_1$", f"<msubsup>{letter('x')}{number('1')}{row('<mo>′′</mo>')}</msubsup>"),
         (r"$x_1^2$", f"<msubsup>{letter('x')}{number('1')}{number('2')}</msubsup>"),
         (r"\(\frac{a}{2} \le \pi\)", f"<mfrac>{row(letter('a'))}{row(number('2'))}</mfrac><mo>≤</mo>{letter('π')}"),
         (r"$\sqrt[3]{x}$", f"<mroot>{row(letter('x'))}{row(number('3'))}</mroot>"),
@@ -134,13 +135,26 @@ def test_latex_is_drawn_as_formulas(browser, page, text, shown):
     "source",
     [
         *(r"\unknown{1}", r"\frac{1}", "x^", "{" * 9000, "{" * 60 + "}" * 60, "a}", r"\left( a", r"\begin{cases} a"),
-        *(r"\constructor", "x^1^2", r"\href{javascript:hacked()}{a}"),
+        *(r"\constructor", "x^1^2", r"\href{javascript:hacked()}{a}", "x" + "'" * 9),
+        *(r"\hat" * 60 + "x", r"\sqrt" * 60 + "x", "x^" * 60 + "x", r"\frac" * 60 + "x" * 61),
     ],
 )
 def test_a_formula_that_is_not_known_is_its_own_source(browser, page, source):
     browser.open(page)
     node = f"makeMath({json.dumps(source)}, true)"
     assert browser.run(f"[{node}.localName, {node}.textContent]") == ["code", source]
+
+
+def test_no_formula_takes_the_page_a_long_time_to_lay_out(browser, page):
+    browser.open(page)
+    parts = [("{", "}"), (r"\hat", ""), (r"\sqrt{", "}"), ("x^{", "}"), (r"\frac{1}{", "}"), (r"\left(", r"\right)")]
+    sources = [f"{start * depth}x{end * depth}" for start, end in parts for depth in (12, 19, 38, 300)]
+    sources += ["x" + "'" * 800, "x'" * 800, r"\boxed{" * 38 + "x" + "}" * 38, r"\hat x" * 800]
+    spent = browser.measure(
+        f"{json.dumps(sources)}.forEach((each) => {{ const node = makeMath(each, true); document.body.append(node); "
+        "node.getBoundingClientRect(); node.remove(); })"
+    )
+    assert spent < 20
 
 
 def test_no_letter_is_lost_between_marks(browser, page):

@@ -3,6 +3,7 @@
 
 const MAX_MATH = 5000;
 const MAX_MATH_DEPTH = 40;
+const MAX_PRIMES = 8;
 const TABLE_OF_SYMBOLS = `alpha α beta β gamma γ delta δ epsilon ϵ varepsilon ε zeta ζ eta η theta θ vartheta ϑ iota ι kappa κ lambda λ mu μ nu ν xi ξ pi π rho ρ
   sigma σ tau τ upsilon υ phi ϕ varphi φ chi χ psi ψ omega ω Gamma Γ Delta Δ Theta Θ Lambda Λ Xi Ξ Pi Π Sigma Σ Upsilon Υ Phi Φ Psi Ψ Omega Ω infty ∞ partial ∂ nabla ∇
   emptyset ∅ varnothing ∅ ell ℓ hbar ℏ Re ℜ Im ℑ aleph ℵ angle ∠ triangle △ degree ° prime ′ dots … ldots … cdots ⋯ vdots ⋮ ddots ⋱ forall ∀ exists ∃ neg ¬ top ⊤ bot ⊥`;
@@ -81,19 +82,29 @@ class MathParser {
     return row;
   }
 
+  /* What a command has around it: \hat\hat x is as deep as \hat{\hat{x}}. */
+  readArgument() {
+    if ((this.depth += 1) > MAX_MATH_DEPTH) throw new Error('it is too deep');
+    const node = this.readGroup();
+    this.depth -= 1;
+    return node;
+  }
+
   /* An atom with what stands below and above it. */
   readScripts() {
     const name = this.token.slice(1);
     const base = '^_'.includes(this.token) ? mathml('mrow', {}) : this.readAtom();
-    let [low, high] = [null, null];
+    let [low, high, primes] = [null, null, 0];
     for (;;) {
-      if (this.token === '_' && !low) { this.take(); low = this.readGroup(); }
-      else if (this.token === '^' && !high) { this.take(); high = this.readGroup(); }
-      else if (this.token === "'") { this.take(); high = mathml('mrow', {}, high ?? [], mathml('mo', {}, '′')); }
+      if (this.token === '_' && !low) { this.take(); low = this.readArgument(); }
+      else if (this.token === '^' && !high) { this.take(); high = this.readArgument(); }
+      else if (this.token === "'") { this.take(); primes += 1; }
       else if (SKIPPED.has(this.token?.slice(1)) && this.token.startsWith('\\')) this.take();
       else break;
     }
     if (this.token === '^' || this.token === '_') throw new Error('two of the same script');
+    if (primes > MAX_PRIMES) throw new Error('it has too many primes');
+    if (primes) high = mathml('mrow', {}, mathml('mo', {}, '′'.repeat(primes)), high ?? []);
     if (!low && !high) return base;
     const [under, over, both] = LARGE.has(name) && !BESIDE.has(name) ? ['munder', 'mover', 'munderover'] : ['msub', 'msup', 'msubsup'];
     return low && high ? mathml(both, {}, base, low, high) : low ? mathml(under, {}, base, low) : mathml(over, {}, base, high);
@@ -117,27 +128,27 @@ class MathParser {
     if (SPACES.has(name)) return mathml('mspace', { width: `${SPACES.get(name)}em` });
     if (SKIPPED.has(name)) return mathml('mrow', {});
     if (/^[{}$%&#_|]$/.test(name)) return mathml('mo', {}, name === '|' ? '‖' : name);
-    if (ACCENTS.has(name)) return mathml('mover', { accent: 'true' }, this.readGroup(), mathml('mo', {}, ACCENTS.get(name)));
+    if (ACCENTS.has(name)) return mathml('mover', { accent: 'true' }, this.readArgument(), mathml('mo', {}, ACCENTS.get(name)));
     const read = { frac: 'readFraction', dfrac: 'readFraction', tfrac: 'readFraction', binom: 'readBinomial', sqrt: 'readRoot', left: 'readFence', begin: 'readTable', text: 'readText', textbf: 'readText',
-      textit: 'readText', mathrm: 'readText', operatorname: 'readText', mathbf: 'readBold', boldsymbol: 'readBold', mathbb: 'readDouble', mathcal: 'readGroup', mathit: 'readGroup', boxed: 'readBox', underline: 'readGroup', pmod: 'readModulus' }[name];
+      textit: 'readText', mathrm: 'readText', operatorname: 'readText', mathbf: 'readBold', boldsymbol: 'readBold', mathbb: 'readDouble', mathcal: 'readArgument', mathit: 'readArgument', boxed: 'readBox', underline: 'readArgument', pmod: 'readModulus' }[name];
     if (!read) throw new Error(`\\${name} is not known`);
     return this[read]();
   }
 
   readFraction() {
-    return mathml('mfrac', {}, this.readGroup(), this.readGroup());
+    return mathml('mfrac', {}, this.readArgument(), this.readArgument());
   }
 
   readBinomial() {
-    return mathml('mrow', {}, mathml('mo', {}, '('), mathml('mfrac', { linethickness: '0' }, this.readGroup(), this.readGroup()), mathml('mo', {}, ')'));
+    return mathml('mrow', {}, mathml('mo', {}, '('), mathml('mfrac', { linethickness: '0' }, this.readArgument(), this.readArgument()), mathml('mo', {}, ')'));
   }
 
   readRoot() {
-    if (this.token !== '[') return mathml('msqrt', {}, this.readGroup());
+    if (this.token !== '[') return mathml('msqrt', {}, this.readArgument());
     this.take('[');
     const index = mathml('mrow', {}, this.readRow(']'));
     this.take(']');
-    return mathml('mroot', {}, this.readGroup(), index);
+    return mathml('mroot', {}, this.readArgument(), index);
   }
 
   readFence() {
@@ -166,7 +177,7 @@ class MathParser {
   }
 
   readBold() {
-    return mathml('mrow', { class: 'bold' }, this.readGroup());
+    return mathml('mrow', { class: 'bold' }, this.readArgument());
   }
 
   readDouble() {
@@ -177,11 +188,11 @@ class MathParser {
   }
 
   readBox() {
-    return mathml('mrow', { class: 'boxed' }, this.readGroup());
+    return mathml('mrow', { class: 'boxed' }, this.readArgument());
   }
 
   readModulus() {
-    return mathml('mrow', {}, mathml('mo', {}, '('), mathml('mi', {}, 'mod'), mathml('mspace', { width: '0.3em' }), this.readGroup(), mathml('mo', {}, ')'));
+    return mathml('mrow', {}, mathml('mo', {}, '('), mathml('mi', {}, 'mod'), mathml('mspace', { width: '0.3em' }), this.readArgument(), mathml('mo', {}, ')'));
   }
 
   readName() {
