@@ -79,7 +79,7 @@ def mark(browser: Browser, text: str) -> str | None:
         ("> a\n> > b", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>"),
         (
             "|a|b|\n|-|-:|\n|*c*|d|e|\n|f|",
-            "<table><tr><th>a</th><th>b</th></tr><tr><td><em>c</em></td><td>d</td></tr><tr><td>f</td><td></td></tr></table>",
+            "<table><tr><th>a</th><th>b</th></tr><tr><td><em>c</em></td><td>d</td><td>e</td></tr><tr><td>f</td></tr></table>",
         ),
         ("[a](javascript:hacked())", "<p><span>a<code>javascript:hacked()</code></span></p>"),
         ("![b](http://c)", "<p><span>image b<code>http://c</code></span></p>"),
@@ -157,6 +157,27 @@ def test_no_formula_takes_the_page_a_long_time_to_lay_out(browser, page):
     assert spent < 20
 
 
+def test_a_table_has_only_the_cells_that_were_written_and_a_huge_one_ends(browser, page):
+    browser.open(page)
+    header, divider = "a|" * 99 + "a", "-|" * 99 + "-"
+    narrow = "\n".join([header, divider, *["b|c"] * 1000])
+    assert browser.run(f"makeMarked({json.dumps(narrow)}).querySelectorAll('td').length") == 2000
+    assert mark(browser, f"a|{header}\n-|{divider}") is None
+    tall = "\n".join(["a|b", "-|-", *["b|c"] * 12_000])
+    node = f"makeMarked({json.dumps(tall)})"
+    assert browser.run(f"{node}.querySelectorAll('td').length") == 19_998
+    assert browser.run(f"{node}.textContent.replace(/[^c]/g, '').length") == 12_000
+
+
+def test_a_text_is_marked_once(browser, page):
+    browser.open(page)
+    script = "let n = 0; const own = readTable; readTable = (...all) => { n += 1; return own(...all); };"
+    message = json.dumps({"role": "assistant", "content": "a|b\n-|-\nc|d"})
+    state = f"{{ rollout: {{ record: {{ messages: [{message}] }} }} }}"
+    drawn = f"const node = makeMessage({state}, 0, null); [n, node.querySelectorAll('table, .toggle').length]"
+    assert browser.run(f"{{ {script} {drawn} }}") == [1, 2]
+
+
 def test_no_letter_is_lost_between_marks(browser, page):
     browser.open(page)
     pieces = [*"abcd", " ", "\n", "\n\n", *"*_`#>|~[]()!-", "**", "```", "- ", "1. ", "  ", "|-|", "](x)", "\u202e"]
@@ -183,5 +204,6 @@ def test_hostile_texts_take_the_page_no_long_time(browser, page):
     texts = [(part * size)[:size] + end for part in parts for end in ("", "x", "`")]
     texts += [f"# {' ' * size}x", f"```{' ' * size}`", f"a|\n{' ' * size}x-", f"-{' ' * size}- x"]
     texts += ["\n".join(" " * k + "- a" for k in range(300)), "\n".join(["a|b"] * 12_000)]
-    spent = browser.measure(f"{json.dumps(texts)}.forEach((text) => makeMarked(text))")
+    texts += ["".join(f"{k % 9}\n" for k in range(2000)) + part * 900 for part in ("# a\n", "- a\n", "a|b\n-|-\n\n")]
+    spent = browser.measure(f"{json.dumps(texts)}.forEach((text) => {{ forgetTexts(); makeMarked(text); }})")
     assert spent < 20  # nearly all take some milliseconds; what is quadratic takes minutes

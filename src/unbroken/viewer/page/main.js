@@ -22,6 +22,7 @@ async function route() {
   const before = shownRollout;
   const { id } = document.activeElement ?? {};
   try {
+    forgetTexts();
     known ??= await getObject('index');
     drawTop(known, kind, kind === 'problem' || kind === 'pair' ? [] : numbers);
     const node = await (kind === 'problem' ? showProblem(known, rest[0]) : makeView(known, kind, numbers));

@@ -5,6 +5,8 @@
 const MAX_MARKED = 50000;
 const MAX_PARAGRAPH = 10000;
 const MAX_LEVELS = 8;
+const MAX_COLUMNS = 100;
+const MAX_CELLS = 20000;
 /* Texts may be hostile: no expression has two parts next to each other that match the same. */
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s(.*)$/;
@@ -15,21 +17,36 @@ const DIVIDER = /^:?-+:?$/;
 const LINK = /(!?)\[([^[\]\n]{0,500})\]\(((?:[^()\s]|\([^()\s]*\)){1,2000})(?:\s+"[^"\n]*")?\)/y;
 const DISPLAY = [['$$', '$$'], ['\\[', '\\]']];
 
+/* What was made of the texts of this page. */
+let knownTexts = new Map();
+
+/* Begin a page: nothing is known of the texts of the one before. */
+function forgetTexts() {
+  knownTexts = new Map();
+}
+
 /* The elements of a text, or null if it has no markup, or is too long: it is shown as it was sampled then. */
 function makeMarked(text) {
+  if (!knownTexts.has(text)) knownTexts.set(text, markText(text));
+  const node = knownTexts.get(text);
+  return node?.parentNode ? node.cloneNode(true) : node;
+}
+
+function markText(text) {
   if (text.length > MAX_MARKED) return null;
   const node = el('div', { class: 'marked' }, makeBlocks(text.split('\n'), 0));
   return node.querySelector('*:not(.para)') ? node : null;
 }
 
-/* Blocks are read by the first of these that finds one at a line; each returns its element and the line after it. */
+/* Blocks are read by the first of these that finds one at a line; each returns what makes its element, and the line
+   after it: a paragraph looks for its end with them, and makes nothing. */
 function makeBlocks(lines, level) {
   if (level > MAX_LEVELS) return [el('pre', {}, makeVisible(lines.join('\n')))];
   const nodes = [];
   for (let n = 0; n < lines.length;) {
     if (!lines[n].trim()) { n += 1; continue; }
-    const [node, next] = findBlock(lines, n, level) ?? readParagraph(lines, n, level);
-    nodes.push(node);
+    const [make, next] = findBlock(lines, n, level) ?? readParagraph(lines, n, level);
+    nodes.push(make());
     n = next;
   }
   return nodes;
@@ -49,16 +66,16 @@ function readFence(lines, n) {
   const isEnd = (line) => { const closing = line.trim(); return closing.length >= fence.length && closing === fence[0].repeat(closing.length); };
   let end = n + 1;
   while (end < lines.length && !isEnd(lines[end])) end += 1;
-  return [el('pre', { class: 'code', title: name.trim() ? makeVisible(name.trim()) : null }, makeVisible(lines.slice(n + 1, end).join('\n'))), end + 1];
+  return [() => el('pre', { class: 'code', title: name.trim() ? makeVisible(name.trim()) : null }, makeVisible(lines.slice(n + 1, end).join('\n'))), end + 1];
 }
 
 function readHeading(lines, n, level) {
   const [, marks, text] = HEADING.exec(lines[n]) ?? [];
-  return marks ? [el('p', { class: 'heading', role: 'heading', 'aria-level': marks.length }, makeInline(text.trim(), level)), n + 1] : null;
+  return marks ? [() => el('p', { class: 'heading', role: 'heading', 'aria-level': marks.length }, makeInline(text.trim(), level)), n + 1] : null;
 }
 
 function readRule(lines, n) {
-  return RULE.test(lines[n]) ? [el('hr', {}), n + 1] : null;
+  return RULE.test(lines[n]) ? [() => el('hr', {}), n + 1] : null;
 }
 
 /* A formula on lines of its own; without its end it is none. */
@@ -72,7 +89,7 @@ function readDisplay(lines, n) {
     if (!line.includes(close)) continue;
     if (!line.endsWith(close) || line.indexOf(close) !== line.length - close.length) return null;
     const source = [first, ...lines.slice(n + 1, end + 1)].join('\n').trimEnd();
-    return [makeMath(environment ? source : source.slice(open.length, -close.length).trim(), true), end + 1];
+    return [() => makeMath(environment ? source : source.slice(open.length, -close.length).trim(), true), end + 1];
   }
   return null;
 }
@@ -80,22 +97,29 @@ function readDisplay(lines, n) {
 function readQuote(lines, n, level) {
   let end = n;
   while (end < lines.length && QUOTE.test(lines[end])) end += 1;
-  return end > n ? [el('blockquote', {}, makeBlocks(lines.slice(n, end).map((line) => line.replace(QUOTE, '')), level + 1)), end] : null;
+  return end > n ? [() => el('blockquote', {}, makeBlocks(lines.slice(n, end).map((line) => line.replace(QUOTE, '')), level + 1)), end] : null;
 }
 
 function splitCells(line) {
   return line.trim().replace(/^\||\|$/g, '').split('|').map((cell) => cell.trim());
 }
 
+function countCells(line) {
+  return line.split('|').length;
+}
+
+/* A table ends before it is too large for a page; no row is filled up to the width of the first. */
 function readTable(lines, n, level) {
-  if (!lines[n].includes('|') || !lines[n + 1]?.includes('-')) return null;
+  if (!lines[n].includes('|') || !lines[n + 1]?.includes('-') || countCells(lines[n]) > MAX_COLUMNS) return null;
   const [heads, marks] = [splitCells(lines[n]), splitCells(lines[n + 1])];
   if (heads.length !== marks.length || !marks.every((mark) => DIVIDER.test(mark))) return null;
   let end = n + 2;
-  while (end < lines.length && lines[end].includes('|')) end += 1;
+  for (let cells = heads.length; end < lines.length && lines[end].includes('|') && countCells(lines[end]) <= MAX_COLUMNS; end += 1) {
+    if ((cells += countCells(lines[end])) > MAX_CELLS) break;
+  }
   const side = marks.map((mark) => (mark.endsWith(':') ? (mark.startsWith(':') ? 'middle' : 'right') : null));
-  const row = (cells, tag) => el('tr', {}, heads.map((_, k) => el(tag, { class: side[k] }, makeInline(cells[k] ?? '', level))));
-  return [el('table', { class: 'cells' }, row(heads, 'th'), lines.slice(n + 2, end).map((line) => row(splitCells(line), 'td'))), end];
+  const row = (cells, tag) => el('tr', {}, cells.map((cell, k) => el(tag, { class: side[k] }, makeInline(cell, level))));
+  return [() => el('table', { class: 'cells' }, row(heads, 'th'), lines.slice(n + 2, end).map((line) => row(splitCells(line), 'td'))), end];
 }
 
 /* Items of one kind; what is indented more than the first mark belongs to the item before. */
@@ -113,7 +137,7 @@ function readList(lines, n, level) {
     else break;
     end += 1;
   }
-  return [el(isOrdered ? 'ol' : 'ul', isOrdered ? { start: Number.parseInt(mark, 10) } : {}, items.map((item) => el('li', {}, makeItem(item, level)))), end];
+  return [() => el(isOrdered ? 'ol' : 'ul', isOrdered ? { start: Number.parseInt(mark, 10) } : {}, items.map((item) => el('li', {}, makeItem(item, level)))), end];
 }
 
 /* Whether a list goes on after empty lines. */
@@ -131,8 +155,8 @@ function makeItem([first, ...rest], level) {
 
 function readParagraph(lines, n, level) {
   let end = n + 1;
-  while (end < lines.length && lines[end].trim() && !findBlock(lines, end, MAX_LEVELS)) end += 1;
-  return [el('p', { class: 'para' }, makeInline(lines.slice(n, end).join('\n'), level)), end];
+  while (end < lines.length && lines[end].trim() && !findBlock(lines, end, level)) end += 1;
+  return [() => el('p', { class: 'para' }, makeInline(lines.slice(n, end).join('\n'), level)), end];
 }
 
 /* The text of a line or a paragraph with its emphasis, code, formulas and links. */
