@@ -14,7 +14,7 @@ const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(?=\S)/;
 const DIVIDER = /^:?-+:?$/;
-const LINK = /(!?)\[([^[\]\n]{0,500})\]\(((?:[^()\s]|\([^()\s]*\)){1,2000})(?:\s+"[^"\n]*")?\)/y;
+const LINK = /(!?)\[([^[\]\n]{0,500})\]\(((?:[^()\s]|\([^()\s]*\)){1,2000})(?:\s+"([^"\n]*)")?\)/y;
 const DISPLAY = [['$$', '$$'], ['\\[', '\\]']];
 
 /* What was made of the texts of this page. */
@@ -66,7 +66,7 @@ function readFence(lines, n) {
   const isEnd = (line) => { const closing = line.trim(); return closing.length >= fence.length && closing === fence[0].repeat(closing.length); };
   let end = n + 1;
   while (end < lines.length && !isEnd(lines[end])) end += 1;
-  return [() => el('pre', { class: 'code', title: name.trim() ? makeVisible(name.trim()) : null }, makeVisible(lines.slice(n + 1, end).join('\n'))), end + 1];
+  return [() => el('pre', { class: 'code' }, name.trim() ? el('span', { class: 'info' }, makeVisible(name.trim())) : null, makeVisible(lines.slice(n + 1, end).join('\n'))), end + 1];
 }
 
 function readHeading(lines, n, level) {
@@ -127,17 +127,20 @@ function readList(lines, n, level) {
   const [, indent, mark] = ITEM.exec(lines[n]) ?? [];
   if (mark === undefined) return null;
   const isOrdered = /\d/.test(mark);
-  const items = [];
+  const [items, values] = [[], []];
   let end = n;
   while (end < lines.length) {
     const found = ITEM.exec(lines[end]);
-    if (found && found[1].length <= indent.length && /\d/.test(found[2]) === isOrdered) items.push([lines[end].slice(found[0].length)]);
+    if (found && found[1].length <= indent.length && /\d/.test(found[2]) === isOrdered) {
+      items.push([lines[end].slice(found[0].length)]);
+      values.push(isOrdered ? Number.parseInt(found[2], 10) : null);
+    }
     else if (items.length && (/^\s+\S/.test(lines[end]) && lines[end].search(/\S/) > indent.length)) items.at(-1).push(lines[end]);
     else if (!lines[end].trim() && isContinued(lines, end, indent.length, isOrdered)) items.at(-1).push('');
     else break;
     end += 1;
   }
-  return [() => el(isOrdered ? 'ol' : 'ul', isOrdered ? { start: Number.parseInt(mark, 10) } : {}, items.map((item) => el('li', {}, makeItem(item, level)))), end];
+  return [() => el(isOrdered ? 'ol' : 'ul', {}, items.map((item, k) => el('li', { value: values[k] }, makeItem(item, level)))), end];
 }
 
 /* Whether a list goes on after empty lines. */
@@ -236,6 +239,6 @@ function readBackslash(text, at) {
 
 function readLink(text, at) {
   LINK.lastIndex = at;
-  const [whole, isImage, name, address] = LINK.exec(text) ?? [];
-  return whole === undefined ? null : [el('span', { class: 'address' }, isImage ? 'image ' : '', makeVisible(name), el('code', {}, makeVisible(address))), at + whole.length];
+  const [whole, isImage, name, address, title] = LINK.exec(text) ?? [];
+  return whole === undefined ? null : [el('span', { class: 'address' }, isImage ? 'image ' : '', makeVisible(name), el('code', {}, makeVisible(address)), title ? ` ${makeVisible(title)}` : ''), at + whole.length];
 }

@@ -208,7 +208,7 @@ class MathParser {
     const name = this.readName();
     const fences = FENCES.get(name);
     if (!fences) throw new Error(`${name} is not known`);
-    if (name === 'array') this.readName();
+    if (name === 'array' && !/^[lcr|]*$/.test(this.readName())) throw new Error('its columns are not known');
     const rows = [[]];
     for (;;) {
       rows.at(-1).push(mathml('mtd', {}, this.readRow('&', '\\\\')));
