@@ -209,6 +209,31 @@ def test_no_letter_is_lost_between_marks(browser, page):
         assert letters in (None, written), text
 
 
+def test_a_mark_that_nothing_closes_is_searched_for_once(browser, page):
+    """Twice the text takes twice the looks, not four times."""
+    browser.open(page)
+    count = """(text) => {
+      let n = 0;
+      const own = String.prototype.indexOf;
+      String.prototype.indexOf = function (...all) { n += 1; return own.apply(this, all); };
+      try { makeMarked(text); } finally { String.prototype.indexOf = own; }
+      return n;
+    }"""
+    for part in ("a *b c ", "_b c ", "**b ~~c "):
+        looks = [browser.run(f"({count})({json.dumps(part * num)})") for num in (300, 600)]
+        assert looks[1] <= 3 * looks[0], part
+    boxed = "\\boxed{ " * 500 + "\\boxed{a}"
+    assert mark(browser, boxed).count("<math>") == 1
+
+
+def test_a_page_of_very_long_texts_is_shown_as_it_was_sampled_from_a_length_on(browser, page):
+    browser.open(page)
+    browser.run("forgetTexts()")
+    texts = json.dumps([f"**{n}**\n\n{'x' * 49_000}" for n in range(12)])
+    assert browser.run(f"{texts}.map((text) => makeMarked(text) !== null)") == [True] * 10 + [False] * 2
+    assert browser.run(f"makeMarked({texts}[0]) !== null")
+
+
 def test_hostile_texts_take_the_page_no_long_time(browser, page):
     browser.open(page)
     size = 49_000

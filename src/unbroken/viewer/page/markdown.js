@@ -3,6 +3,7 @@
 'use strict';
 
 const MAX_MARKED = 50000;
+const MAX_MARKED_OF_PAGE = 500000;
 const MAX_PARAGRAPH = 10000;
 const MAX_LEVELS = 8;
 const MAX_COLUMNS = 100;
@@ -17,15 +18,17 @@ const DIVIDER = /^:?-+:?$/;
 const LINK = /(!?)\[([^[\]\n]{0,500})\]\(((?:[^()\s]|\([^()\s]*\)){1,2000})(?:\s+"([^"\n]*)")?\)/y;
 const DISPLAY = [['$$', '$$'], ['\\[', '\\]']];
 
-/* What was made of the texts of this page. */
+/* What was made of the texts of this page, and the characters of them. */
 let knownTexts = new Map();
+let numMarked = 0;
 
 /* Begin a page: nothing is known of the texts of the one before. */
 function forgetTexts() {
   knownTexts = new Map();
+  numMarked = 0;
 }
 
-/* The elements of a text, or null if it has no markup, or is too long: it is shown as it was sampled then. */
+/* The elements of a text, or null if it has no markup, or if it, or all of the page, is too long: it is shown as it was sampled then. */
 function makeMarked(text) {
   if (!knownTexts.has(text)) knownTexts.set(text, markText(text));
   const node = knownTexts.get(text);
@@ -33,7 +36,8 @@ function makeMarked(text) {
 }
 
 function markText(text) {
-  if (text.length > MAX_MARKED) return null;
+  if (text.length > MAX_MARKED || numMarked + text.length > MAX_MARKED_OF_PAGE) return null;
+  numMarked += text.length;
   const node = el('div', { class: 'marked' }, makeBlocks(text.split('\n'), 0));
   return node.querySelector('*:not(.para)') ? node : null;
 }
@@ -167,9 +171,10 @@ function makeInline(text, level) {
   if (text.length > MAX_PARAGRAPH || level > MAX_LEVELS) return [makeVisible(text)];
   const nodes = [];
   let start = 0;
+  const scan = { unclosed: new Set(), braces: null };
   const special = /[\\`*_~$![]/g;
   for (let found = special.exec(text); found; found = special.exec(text)) {
-    const [node, end] = readMark(text, found.index, level) ?? [];
+    const [node, end] = readMark(text, found.index, level, scan) ?? [];
     if (end === undefined) continue;
     nodes.push(makeVisible(text.slice(start, found.index)), node);
     start = special.lastIndex = end;
@@ -177,27 +182,29 @@ function makeInline(text, level) {
   return [...nodes, makeVisible(text.slice(start))];
 }
 
-/* The element that begins at a character, and where it ends; null if the character is only itself. */
-function readMark(text, at, level) {
+/* The element that begins at a character, and where it ends; null if the character is only itself. `scan` is what is
+   known of the text: marks that nothing closes from here on, and where braces end. Without it many marks take a square. */
+function readMark(text, at, level, scan) {
   const mark = text[at];
-  if (mark === '\\') return readBackslash(text, at);
+  if (mark === '\\') return readBackslash(text, at, scan);
   if (mark === '`') return readCode(text, at);
   if (mark === '$') return readDollar(text, at);
   if (mark === '!' || mark === '[') return readLink(text, at);
   const isDouble = text[at + 1] === mark;
-  if (mark === '~') return isDouble ? readSpan('del', '~~', text, at, level) : null;
-  return isDouble ? readSpan('strong', mark.repeat(2), text, at, level) : readSpan('em', mark, text, at, level);
+  if (mark === '~') return isDouble ? readSpan('del', '~~', text, at, level, scan) : null;
+  return isDouble ? readSpan('strong', mark.repeat(2), text, at, level, scan) : readSpan('em', mark, text, at, level, scan);
 }
 
-function readSpan(tag, mark, text, at, level) {
+function readSpan(tag, mark, text, at, level, scan) {
   const start = at + mark.length;
-  if (!/\S/.test(text[start] ?? ' ') || (mark[0] === '_' && /[\p{L}\p{N}]/u.test(text[at - 1] ?? ''))) return null;
+  if (scan.unclosed.has(mark) || !/\S/.test(text[start] ?? ' ') || (mark[0] === '_' && /[\p{L}\p{N}]/u.test(text[at - 1] ?? ''))) return null;
   for (let end = text.indexOf(mark, start + 1); end >= 0; end = text.indexOf(mark, end + 1)) {
     const after = text[end + mark.length] ?? '';
     const isPart = mark.length === 1 && (after === mark || text[end - 1] === mark);
     if (isPart || /\s/.test(text[end - 1]) || (mark[0] === '_' && /[\p{L}\p{N}]/u.test(after))) continue;
     return [el(tag, {}, makeInline(text.slice(start, end), level + 1)), end + mark.length];
   }
+  scan.unclosed.add(mark);
   return null;
 }
 
@@ -224,15 +231,24 @@ function readFormula(text, at, open, close, display) {
   return end < 0 ? null : [makeMath(text.slice(at + open.length, end).trim(), display), end + close.length];
 }
 
-function readBackslash(text, at) {
+/* Where each brace that opens is closed. */
+function findBraces(text) {
+  const ends = new Map();
+  const open = [];
+  for (const { 0: brace, index } of text.matchAll(/[{}]/g)) {
+    if (brace === '{') open.push(index);
+    else if (open.length) ends.set(open.pop(), index);
+  }
+  return ends;
+}
+
+function readBackslash(text, at, scan) {
   if (text[at + 1] === '(') return readFormula(text, at, '\\(', '\\)', false);
   if (text[at + 1] === '[') return readFormula(text, at, '\\[', '\\]', true);
   if (text.startsWith('\\boxed{', at)) {
-    let depth = 0;
-    for (let end = at + 6; end < text.length; end += 1) {
-      depth += { '{': 1, '}': -1 }[text[end]] ?? 0;
-      if (!depth) return [makeMath(text.slice(at, end + 1), false), end + 1];
-    }
+    scan.braces ??= findBraces(text);
+    const end = scan.braces.get(at + 6);
+    if (end !== undefined) return [makeMath(text.slice(at, end + 1), false), end + 1];
   }
   return /[`*_~$#>|!]/.test(text[at + 1] ?? '') ? [text[at + 1], at + 2] : null;
 }
