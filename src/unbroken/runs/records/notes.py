@@ -136,10 +136,16 @@ def _parse_lines(data: bytes) -> tuple[dict[NoteKey, Note], list[str]]:
 
 
 def _describe(error: Exception) -> str:
+    """What is wrong, for a terminal too: without control characters, which a field's name may have."""
     if not isinstance(error, ValidationError):
-        return str(error)
+        return _make_printable(str(error))
     first = error.errors(include_url=False, include_context=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}, got {first.get('input')!r:.80}"
+    place = _make_printable(".".join(map(str, first["loc"])))[:80] or "it"
+    return f"{place}: {first['msg']}, got {first.get('input')!r:.80}"
+
+
+def _make_printable(text: str) -> str:
+    return text if text.isprintable() else repr(text)
 
 
 def find_refusal(folder: Path) -> str | None:

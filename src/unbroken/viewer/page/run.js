@@ -24,7 +24,7 @@ async function showRun(index) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics.values)))].filter((name) => !shown.has(name)).sort();
   const hasNumbers = runs.some((run) => run.metrics.steps.length);
   return el('div', {}, makeRunTable(runs), makeDiagnoses(runs), runs.length > 1 ? makeSettings(runs) : null,
-    runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
+    runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, makeVisible(`${run.name}: ${problem}`)))),
     hasNumbers || runs.every((run) => run.kind in NOUNS || run.evaluations.length) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
     runs.map((run) => (run.cluster ? makeCluster(run) : null)), hasNumbers || runs.some((run) => run.evaluations?.length) ? makeLookControls() : null, sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), runs.length > 1 ? null : makeSettings(runs), makeOthers(runs, names));
 }

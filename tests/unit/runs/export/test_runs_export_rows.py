@@ -424,9 +424,16 @@ def test_labels_and_notes_are_in_a_log_of_inspect(tmp_path):
     assert "rollout_note" not in metadata["rows"][0]
 
 
-def test_a_damaged_note_is_named_before_anything_is_written(tmp_path, capsys):
+def test_a_damaged_note_is_a_warning_and_the_export_has_all_others(tmp_path, capsys):
     write_step(tmp_path / "run", 3, [TOOL_TURNS])
-    (tmp_path / "run" / "notes.jsonl").write_text("{}\n")
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "rows.jsonl")]) != 0
-    assert "line 1 of notes.jsonl must be a note" in capsys.readouterr().err
-    assert not (tmp_path / "rows.jsonl").exists()
+    write_step(tmp_path / "run", 3, [TOOL_TURNS], folder="evaluations/math", set="math")
+    write_notes(tmp_path / "run")
+    path = tmp_path / "run" / "notes.jsonl"
+    later = json.loads(path.read_text().partition("\n")[0]) | {"\x1b[2J" + "x" * 900: 1}
+    path.write_text(f"{path.read_text()}{json.dumps(later)}\n{path.read_text()[:40]}")
+    assert export(tmp_path / "run", tmp_path / "rows.jsonl")[0]["rollout_note"] == "good"
+    said = capsys.readouterr().err
+    assert "line 3 of notes.jsonl must be a note, and is left out: '\\x1b[2Jxxx" in said
+    assert "line 4 of notes.jsonl must be a note" in said
+    assert "\x1b" not in said
+    assert "x" * 81 not in said
