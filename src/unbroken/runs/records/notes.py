@@ -14,6 +14,7 @@ import hashlib
 import os
 import stat
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from time import time
 from typing import Annotated
@@ -28,11 +29,16 @@ from unbroken.untrusted import open_inside, read_json
 NOTES_FILE = "notes.jsonl"
 MAX_NOTE_BYTES = 64 << 10
 """Of a line."""
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 16 << 20
+"""Of the file: some 100,000 short notes, which are read in a second or two."""
 _MAX_PROBLEMS = 20
+_MAX_BAD_LINES = 1000
+"""After so many lines that are no notes no more are read: each of them takes far longer than a note."""
 NoteKey = tuple[str | None, int, str]
 """Which rollout: set (None: training), step, and the SHA-256 of its line."""
-_Label = Annotated[str, StringConstraints(pattern=r"^[^\s,](?:[^\x00-\x1f\x7f,]{0,58}[^\s,])?$")]
+_CONTROL = r"\x00-\x1f\x7f-\x9f"
+_EDGE = rf"[^\s,{_CONTROL}]"
+_Label = Annotated[str, StringConstraints(pattern=rf"^{_EDGE}(?:[^,{_CONTROL}]{{0,58}}{_EDGE})?$")]
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -123,16 +129,25 @@ def read_notes(folder: Path) -> tuple[dict[NoteKey, Note], list[str]]:
 def _parse_lines(data: bytes) -> tuple[dict[NoteKey, Note], list[str]]:
     notes: dict[NoteKey, Note] = {}
     problems: list[str] = []
-    for number, line in enumerate(data.splitlines(), start=1):
+    num_bad = 0
+    for number, line in enumerate(BytesIO(data), start=1):
+        if not line.strip():
+            continue
         try:
             note = Note.model_validate(read_json(line, max_bytes=MAX_NOTE_BYTES))
         except (InvalidInputError, ValidationError) as error:
-            problems.append(f"line {number} of {NOTES_FILE} must be a note, and is left out: {_describe(error)}")
+            num_bad += 1
+            if num_bad > _MAX_BAD_LINES:
+                most = f"{NOTES_FILE} has more than {_MAX_BAD_LINES} bad lines"
+                problems.append(f"{most}: none is read from line {number} on")
+                break
+            if num_bad <= _MAX_PROBLEMS:
+                problems.append(f"line {number} of {NOTES_FILE} must be a note, and is left out: {_describe(error)}")
             continue
         notes.pop(note.key, None)
         if note.labels or note.text:
             notes[note.key] = note
-    return notes, problems[:_MAX_PROBLEMS]
+    return notes, problems
 
 
 def _describe(error: Exception) -> str:
@@ -182,7 +197,10 @@ def append_note(folder: Path, note: Note, *, shown_time_s: float | None) -> None
 
 
 def _check_unchanged(folder: Path, note: Note, shown_time_s: float | None) -> None:
-    last = read_notes(folder)[0].get(note.key)
+    notes, problems = read_notes(folder)
+    if len(problems) > _MAX_PROBLEMS:  # what is added would not be read
+        raise MetricsError(f"{folder / NOTES_FILE} cannot be written: {problems[-1]}")
+    last = notes.get(note.key)
     if (last.time_s if last else None) != shown_time_s:
         raise ChangedNoteError("the note was changed meanwhile: load the rollout again")
 
@@ -192,10 +210,10 @@ def _append(descriptor: int, line: bytes) -> None:
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1:
         raise OSError("it is a link, or no regular file")
     size = os.fstat(descriptor).st_size
-    if size + len(line) > _MAX_BYTES:
-        raise OSError(f"it must have at most {_MAX_BYTES} bytes")
     if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a line that was cut when its writer was killed
         line = b"\n" + line
+    if size + len(line) > _MAX_BYTES:
+        raise OSError(f"it must have at most {_MAX_BYTES} bytes")
     try:
         if os.write(descriptor, line) != len(line):
             raise OSError("the disk is full")

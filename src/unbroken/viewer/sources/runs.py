@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from time import time as now_s
 from typing import Any
 
@@ -76,6 +77,7 @@ class RunReader:
             lambda files, signature, _notes_signature: self._find_notes(files, signature)
         )
         self._table = Table()
+        self._notes_lock = Lock()
         self._noted: tuple[object, dict[NoteKey, Note], list[str]] = (None, {}, [])
         """The signature of the file of notes, and what it had."""
         self._listed: tuple[list[Any], Mapping[int | str, StepFiles]] = ([], {})
@@ -205,10 +207,11 @@ class RunReader:
 
     def _read_notes(self) -> tuple[dict[NoteKey, Note], list[str]]:
         """The notes of the run, read again when their file changed, and what is wrong with some."""
-        signature = _signature(self.folder / NOTES_FILE)
-        if signature != self._noted[0]:
-            self._noted = (signature, *read_notes(self.folder))
-        return self._noted[1:]
+        with self._notes_lock:  # a page asks for several objects at once, and one of them reads the file
+            signature = _signature(self.folder / NOTES_FILE)
+            if signature != self._noted[0]:
+                self._noted = (signature, *read_notes(self.folder))
+            return self._noted[1:]
 
     def _match(self, files: StepFiles) -> Mapping[int, Note]:
         """The notes of a step's rollouts, by their places in its list."""

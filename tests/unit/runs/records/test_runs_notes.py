@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.runs.records import notes as notes_of_runs
 from unbroken.runs.records.notes import (
     NOTES_FILE,
     ChangedNoteError,
@@ -91,6 +92,10 @@ def test_a_note_within_bounds_is_taken():
         b'{"labels": [], "text": "", "step": 3}',
         b'{"labels": ["a\\nb"], "text": ""}',
         b'{"labels": [" a"], "text": ""}',
+        *(
+            json.dumps({"labels": [label], "text": ""}).encode()
+            for label in ("\x1b", "\x00a", "a\x7f", "a\x9bb", "\x85")
+        ),
         b'{"labels": ["\\ud800"], "text": ""}',
         json.dumps({"labels": ["x" * 61], "text": ""}).encode(),
         json.dumps({"labels": ["x"] * 21, "text": ""}).encode(),
@@ -101,6 +106,34 @@ def test_labels_and_texts_out_of_bounds_are_refused(body):
     place = f', "sha256": "{LINE}", "shown_time_s": null}}'.encode()
     with pytest.raises(InvalidInputError):
         SentNote.parse(body[:-1] + place if body.startswith(b"{") else body)
+
+
+def test_a_file_of_bad_lines_is_given_up_and_says_so(tmp_path):
+    save(tmp_path, "first")
+    path = tmp_path / NOTES_FILE
+    good = path.read_bytes()
+    path.write_bytes(good + b"\n" * 5000 + b"\r\n{}" * 999 + b"\n" + good.replace(b'"step":3', b'"step":4'))
+    notes, problems = read_notes(tmp_path)
+    assert [note.step for note in notes.values()] == [3, 4]
+    assert len(problems) == 20
+    path.write_bytes(good + b"{}\n" * 100_000 + good.replace(b'"step":3', b'"step":4'))
+    notes, problems = read_notes(tmp_path)
+    assert [note.step for note in notes.values()] == [3]
+    assert len(problems) == 21
+    assert problems[-1] == f"{NOTES_FILE} has more than 1000 bad lines: none is read from line 1002 on"
+    with pytest.raises(MetricsError, match="more than 1000 bad lines"):
+        save(tmp_path, "would not be read")
+
+
+def test_a_line_after_one_that_was_cut_fits_into_the_file_too(tmp_path, monkeypatch):
+    path = tmp_path / NOTES_FILE
+    path.write_bytes(b"{")
+    note = Note.of(NoteContent(labels=[], text="x", sha256=LINE), None, 3, "g0/0")
+    size = 1 + len(note.model_dump_json()) + 1  # and the end of the cut line
+    monkeypatch.setattr(notes_of_runs, "_MAX_BYTES", size)
+    with pytest.raises(MetricsError, match="at most"):
+        append_note(tmp_path, note, shown_time_s=None)
+    assert path.read_bytes() == b"{"
 
 
 def test_no_link_and_no_pipe_is_read_or_written(tmp_path):
