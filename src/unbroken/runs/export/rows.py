@@ -186,17 +186,22 @@ def _read_files(kind: str, folder: Path, steps: range | None, notes: Mapping[Not
         if steps is None or step in steps:
             records = read_records(path)
             head = next(records)
-            # The line of the first rollout is behind the columns and the texts, where a file has them.
-            first = 1 if head.get("columns") is None else 2
-            hashes = hash_lines(path)[first:] if (set_name, step) in noted else []
+            hashes = _hash_rollouts(path, head) if (set_name, step) in noted else []
             for number, record in enumerate(records):
                 _check_record(record, f"{path} must be a file of rollouts: rollout {number}")
                 note = notes.get((set_name, step, hashes[number])) if number < len(hashes) else None
                 yield Rollout(kind=kind, head=head, record=record, note=note)
 
 
+def _hash_rollouts(path: Path, head: Mapping[str, Any]) -> list[str]:
+    """What notes name the rollouts of a file by; where its head has columns, a line of texts comes before them."""
+    return hash_lines(path)[1 if head.get("columns") is None else 2 :]
+
+
 def _check_record(record: Mapping[str, Any], of: str) -> None:
     """Raise `InvalidInputError` for a record whose fields are not those that rows are made of: others may write it."""
+    if not isinstance(trajectory := record.get("trajectory"), str):
+        raise InvalidInputError(f"{of}: trajectory must be a string, got {trajectory!r:.100}")
     if not _is_number(record.get("reward")):
         raise InvalidInputError(f"{of}: reward must be null or a number, got {record['reward']!r:.100}")
     parts = record.get("reward_parts") or {}

@@ -437,3 +437,14 @@ def test_a_damaged_note_is_a_warning_and_the_export_has_all_others(tmp_path, cap
     assert "line 4 of notes.jsonl must be a note" in said
     assert "\x1b" not in said
     assert "x" * 81 not in said
+
+
+@pytest.mark.parametrize("trajectory", [["a"], {"a": 1}, None, 1])
+@pytest.mark.parametrize("end", ["jsonl", "parquet"])
+def test_a_rollout_whose_id_is_no_string_is_refused(tmp_path, capsys, trajectory, end):
+    write_step(tmp_path / "run", 3, [TOOL_TURNS])
+    write_step(tmp_path / "run", 3, [{**TOOL_TURNS, "trajectory": trajectory}])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / f"rows.{end}")]) == 1
+    said = capsys.readouterr().err
+    assert f"rollout 0: trajectory must be a string, got {trajectory!r}" in said
+    assert "TypeError" not in said
