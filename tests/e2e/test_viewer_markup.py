@@ -49,6 +49,15 @@ def test_a_message_has_its_markup_and_what_was_sampled_is_a_click_away(browser, 
     assert count(browser, ".message.assistant strong") == 1
 
 
+def test_an_export_has_keys_that_mean_something_to_a_script(browser, tmp_path):
+    record = make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)], data={"columns": {"__proto__": "kept"}})
+    write_step(tmp_path / "run", 0, [record])
+    assert main(["view", str(tmp_path / "run"), "--export", str(tmp_path / "page")]) == 0
+    browser.open(f"{(tmp_path / 'page/index.html').as_uri()}#rollout/0/0/0")
+    shown = "getObject('run/0/step/0/rollout/0').then((each) => Object.keys(each.record.data.columns))"
+    assert browser.run(shown) == ["__proto__"]
+
+
 MARKED = """(text) => {
   const list = (node) => [...node.childNodes].map(show).join('');
   const show = (node) => node.nodeType === 3 ? node.data : `<${node.localName}>${list(node)}</${node.localName}>`;

@@ -176,7 +176,7 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
     Of each run it has the lines of all rollouts, and `max_rollouts` of them whole, evenly spread over the steps.
 
     Raises:
-        InvalidInputError: the folder holds other files, or cannot be written.
+        InvalidInputError: the folder holds other files or links, or cannot be written.
     """
     _check_target(folder)
     num_files = len(ASSETS)
@@ -184,7 +184,8 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _MARK).write_text('{"format": 1}\n', "utf-8")
         for part in ("data", "images"):
-            shutil.rmtree(folder / part, ignore_errors=True)
+            if (folder / part).exists():
+                shutil.rmtree(folder / part)
         for name in ASSETS:
             (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
         for path in resources.list_paths(max_rollouts=max_rollouts):
@@ -206,11 +207,18 @@ def _check_target(folder: Path) -> None:
         raise InvalidInputError(f"--export must be a folder, got the file {folder}")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
         raise InvalidInputError(f"--export must be a new or empty folder or an earlier export, got {folder}")
+    for name in (_MARK, *ASSETS, "data", "images"):  # what is below the last two is removed before anything is written
+        if (folder / name).is_symlink():
+            raise InvalidInputError(f"--export must be a folder without links, and {folder / name} is one: remove it")
 
 
 def _to_script(path: str, value: object) -> bytes:
-    """An object as a script that hands it to the page. JSON in ASCII is a JavaScript expression."""
-    return f"receive({json.dumps(path)}, {json.dumps(value, separators=(',', ':'))});\n".encode()
+    """An object as a script that hands it to the page.
+
+    It is a string of JSON: as an expression `{"__proto__": 1}` would be an object without such a key.
+    """
+    data = json.dumps(value, separators=(",", ":"))
+    return f"receive({json.dumps(path)}, JSON.parse({json.dumps(data)}));\n".encode()
 
 
 def _write_file(path: Path, data: bytes) -> None:

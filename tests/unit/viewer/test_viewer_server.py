@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 
@@ -226,12 +227,32 @@ def test_an_export_has_every_object_as_ascii_and_can_be_made_again(tmp_path, cap
     assert b'data-source="files"' in (page / "index.html").read_bytes()
     for path in open_runs([run]).list_paths():
         script = (page / "data" / f"{path}.js").read_text("ascii")
-        name, value = json.loads("[" + script.removeprefix("receive(").removesuffix(");\n") + "]")
+        name, data = json.loads(
+            "[" + script.removeprefix("receive(").replace("JSON.parse(", "", 1)[: -len("));\n")] + "]"
+        )
         assert name == path
-        assert value
+        assert json.loads(data)
     (run / "rollouts" / "step-00000000.rank-0.jsonl.gz").unlink()
     assert main(["view", str(run), "--export", str(page)]) == 0
     assert not (page / "data/run/0/step/0.js").exists()
+
+
+@pytest.mark.parametrize("name", ["index.html", "unbroken-view.json", "data", "images"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_export_follows_no_link_to_write(tmp_path, capsys, name, is_there):
+    run, page, target = write_run(tmp_path / "run"), tmp_path / "page", tmp_path / "target"
+    assert main(["view", str(run), "--export", str(page)]) == 0
+    if (page / name).is_dir():
+        shutil.rmtree(page / name)
+    (page / name).unlink(missing_ok=True)
+    (page / name).symlink_to(target)
+    if is_there:
+        target.write_text("kept")
+    capsys.readouterr()
+    assert main(["view", str(run), "--export", str(page)]) == 1
+    assert "--export must be" in capsys.readouterr().err
+    assert target.exists() == is_there
+    assert not is_there or target.read_text() == "kept"
 
 
 def test_an_export_of_a_large_run_has_all_lines_and_some_rollouts_of_each_step(tmp_path, capsys):
