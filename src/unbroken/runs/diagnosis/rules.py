@@ -215,17 +215,28 @@ def _find_same_completions(evidence: Evidence) -> str | None:
     steps = evidence.get_recent(2)
     if len(notes) < _MIN_ROLLOUTS or not steps or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
+    texts = _find_alike(notes)
+    if texts is None:
+        return None
+    if len(texts) == 1:
+        said = f"says {_quote(notes[0].given)}" if notes[0].given else "says nothing"
+        return f"the policy {said} to all problems ({_count_looked_at(notes)})"
+    if evidence.is_evaluation:  # greedy sampling, or problems that are solved each time
+        return None
+    return f"the policy says the same to a problem each time it is asked ({_count_looked_at(notes)})"
+
+
+def _find_alike(notes: Sequence[RolloutNote]) -> set[str] | None:
+    """What the rollouts of each problem say, if all of one say the same; None with other words, or without siblings."""
     groups = {note.group for note in notes}
     texts = {(note.group, note.given) for note in notes}
     if len(groups) < 2 or len(texts) > len(groups) or len(notes) < 2 * len(groups):
         return None
-    number = f"{len(notes)} of {len(notes)} rollouts that were looked at"
-    if len({text for _, text in texts}) > 1:
-        if evidence.is_evaluation:  # greedy sampling, or a problem that is solved each time
-            return None
-        return f"the policy says the same to a problem each time it is asked ({number})"
-    said = f"says {_quote(notes[0].given)}" if notes[0].given else "says nothing"
-    return f"the policy {said} to all problems ({number})"
+    return {text for _, text in texts}
+
+
+def _count_looked_at(notes: Sequence[RolloutNote]) -> str:
+    return f"{len(notes)} of {len(notes)} rollouts that were looked at"
 
 
 def _find_entropy_fall(evidence: Evidence) -> str | None:
