@@ -116,7 +116,7 @@ def _compare_step(
 def _compare_weights(own: RecordedStep, other: RecordedStep) -> str:
     found = [step.head.get("weights") for step in (own, other)]
     if None in found:
-        return "have no checksum (trainer.numerics is fast)"
+        return "have no checksum (trainer.numerics is fast, a GPU, or nothing was trained)"
     return "are the same" if found[0] == found[1] else f"differ: {found[0]} and {found[1]}"
 
 

@@ -479,6 +479,8 @@ class _Comparison(RunObserver):
         await recorder.record(replace(rollouts, is_trained=True))  # so that rows are scored in any case
         again = read_step(self.scratch / FOLDER / recorded.path.name)
         again.path.unlink()
+        if not rollouts.is_trained:
+            again = replace(again, head={**again.head, "weights": None})
         chosen = (
             choose_scored(rollouts.groups, self.run.config.rollout_log.scored_groups) if rollouts.is_trained else ()
         )

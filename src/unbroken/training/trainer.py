@@ -322,8 +322,11 @@ class Trainer:
 
     @property
     def weights_checksum(self) -> str | None:
-        """A checksum of the weights, with which a run can be verified afterwards; None unless numerics are exact."""
-        return self.backend.sum_weights() if self._config.numerics is Numerics.EXACT else None
+        """A checksum of the weights, with which a run can be verified afterwards; None with fast numerics, and on
+        a GPU, where no run can be.
+        """
+        can_be_verified = self._config.numerics is Numerics.EXACT and self.backend.accelerator.device.type == "cpu"
+        return self.backend.sum_weights() if can_be_verified else None
 
     def find_difference(self, folder: Path) -> str | None:
         """What is the first in a checkpoint of one process that this trainer has otherwise, but for its `extra`; None

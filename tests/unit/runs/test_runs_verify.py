@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from support import letters_recipe
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.runs import verify as verify_module
+from unbroken.training.model.adapters import checksum_of
 
 RECIPE = Path(letters_recipe.__file__)
 CHANGED = 2
@@ -521,3 +523,28 @@ def test_a_process_that_is_killed_is_named_with_what_to_do(run, capsys, monkeypa
 
 def _die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_checksum_adds_blocks_and_gives_what_whole_tensors_give():
+    """Numbers of two tensors are longer than a block: rows in several, and one row in several."""
+    drawn = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=drawn) for shape in ((5000, 1000), (5_000_000,), (3, 4), (0,), ())]
+    for tensor in tensors:
+        bits = tensor.reshape(len(tensor) if tensor.dim() > 1 else 1, -1).view(torch.int32).to(torch.int64)
+        rows, columns = (torch.arange(1, 1 + length) for length in bits.shape)
+        of_rows = bits.sum(1)
+        sums = [bits.sum(), (of_rows * rows).sum(), (of_rows * rows * rows).sum(), (bits.sum(0) * columns).sum()]
+        text = f"w {tensor.dtype} {tuple(tensor.shape)} {[int(each) for each in sums]}"
+        assert checksum_of([("w", tensor)]) == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_steps_that_train_nothing_have_no_checksum_and_are_verified(tmp_path, model, capsys):
+    """All rewards of a group are equal with completions of one id that are no letters, or all are."""
+    options = ["--rollouts.sampling.temperature=0.01", "--loop.max-empty-steps=none"]
+    assert train(tmp_path / "run", model, *options, max_tokens=1) == 0
+    heads = [
+        json.loads(gzip.decompress(rollouts_of(tmp_path / "run", k).read_bytes()).splitlines()[0]) for k in range(4)
+    ]
+    assert None in [head["weights"] for head in heads]
+    status, report = verify(capsys, tmp_path / "run")
+    assert status == 0, report

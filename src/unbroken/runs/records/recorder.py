@@ -103,7 +103,8 @@ class Recorder:
             "rank": self.rank.index,
             "num_processes": self.rank.num_processes,
             "policy_version": self.trainer.policy_version,
-            "weights": self.trainer.weights_checksum,
+            # Where nothing is trained, the engine may have the memory that a checksum takes.
+            "weights": self.trainer.weights_checksum if rollouts.is_trained else None,
             "model": self.source,
             **describe_rewards([group.rewards for group in rollouts.groups]),
             "counters": rollouts.counters.as_dict(),
