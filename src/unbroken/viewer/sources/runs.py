@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -73,8 +74,9 @@ class RunReader:
         self._summarize: Callable[[StepFiles, object], dict[str, Any]] = lru_cache(_MAX_STEPS)(
             lambda files, _signature: files.make_summary()
         )
+        own = weakref.proxy(self)  # no cycle: a reader's open files are closed with it
         self._match_notes: Callable[[StepFiles, object, object], Mapping[int, Note]] = lru_cache(_MAX_NOTED)(
-            lambda files, signature, _notes_signature: self._find_notes(files, signature)
+            lambda files, signature, _notes_signature: own._find_notes(files, signature)
         )
         self._table = Table()
         self._notes_lock = Lock()
