@@ -35,8 +35,8 @@ from unbroken.runs.models import find_revision
 from unbroken.runs.numerics import open_pair
 from unbroken.runs.processes import Rank
 from unbroken.runs.recipe import load_recipe
-from unbroken.runs.records.files import FOLDER, find_records
-from unbroken.runs.records.recorded import RecordedStep, read_head, read_step
+from unbroken.runs.records.files import FOLDER, find_records, read_records
+from unbroken.runs.records.recorded import RecordedStep, read_step
 from unbroken.runs.records.recorder import Recorder, choose_scored
 from unbroken.runs.settings import build, describe, read_described, section_of
 from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
@@ -288,7 +288,7 @@ def _find_source(files: Mapping[int, Path], config: RunConfig, model: str | None
     source = model
     for path in files.values() if source is None else ():
         try:
-            source = str(read_head(path)["model"])
+            source = str(next(read_records(path))["model"])
             break
         except (InvalidInputError, KeyError):
             continue
@@ -315,7 +315,7 @@ def _find_unverifiable(run: _Run) -> Iterator[tuple[int, str]]:
 def _find_missing(path: Path) -> str | None:
     """Why a step's file does not have all that the step was trained on; None if it has, or is damaged."""
     try:
-        head = read_head(path)
+        head = next(read_records(path))
         num_kept, num_groups, processes = head["num_kept"], head["num_groups"], head["num_processes"]
     except (InvalidInputError, KeyError):
         return None  # which is a difference, and named where it is read

@@ -19,6 +19,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import is_running
+from unbroken.runs.folder import find_state
 from unbroken.runs.process_file import PROCESS_FILE, count_memory_kills, read_boot
 from unbroken.runs.records.files import FOLDER, find_conversation, find_expected, find_records, join_texts, read_records
 from unbroken.untrusted import open_inside, read_json
@@ -207,7 +208,8 @@ def read_ending(folder: Path) -> Ending:
     """How the process of a run ended, by `process.json`; by its lock if that could not be written."""
     found = read_object(folder, PROCESS_FILE)
     if found is None:
-        return Ending(status=_find_state_of_lock(folder))
+        state = find_state(folder)
+        return Ending(status="unknown" if state == "ended" else state)  # without a lock it may never have begun
     status, process = str(found.get("status")), found.get("process")
     if status != "running":
         return Ending(status=status, error=str(found.get("error") or ""))
@@ -217,18 +219,6 @@ def read_ending(folder: Path) -> Ending:
     is_same_boot = found.get("boot") == read_boot()  # the kernel counts from its start
     num_kills = now - before if is_same_boot and type(before) is int and now is not None else 0
     return Ending(status="died", num_memory_kills=num_kills)
-
-
-def _find_state_of_lock(folder: Path) -> str:
-    """`unknown` without a lock, `running`, or `died`: its process, which the lock's file names, is no more."""
-    try:
-        with open_inside(folder, "run.lock") as lock:
-            words = lock.read(_MAX_TEXT).decode("utf-8", "replace").split()
-    except OSError:
-        return "unknown"
-    if len(words) < 3 or not (words[0].isascii() and words[0].isdigit() and len(words[0]) < 10):
-        return "running"
-    return "died" if words[2] == socket.gethostname() and not is_running(int(words[0])) else "running"
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any] | None:

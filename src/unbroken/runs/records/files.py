@@ -133,6 +133,11 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InvalidInputError: it is not such a file, is damaged, or has a later format.
     """
+    return (record for record in read_all(path) if record.get("kind") != TEXTS)
+
+
+def read_all(path: Path) -> Iterator[dict[str, Any]]:
+    """Read every line of a file, that of the texts too; raises as `read_records`."""
     number = 0
     for line in read_lines(path):
         try:
@@ -141,8 +146,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             raise InvalidInputError(f"{path} must be a file of rollouts: line {number}: {error}") from None
         if number == 0 and (found := record.get("format")) != FORMAT:
             raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
-        if record.get("kind") != TEXTS:
-            yield record
+        yield record
         number += 1
     if number == 0:
         raise InvalidInputError(f"{path} must be a file of rollouts, and has no line")

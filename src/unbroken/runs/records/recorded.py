@@ -26,16 +26,7 @@ from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
-from unbroken.runs.records.files import (
-    FORMAT,
-    MAX_TEXT,
-    MAX_TEXTS,
-    TEXTS,
-    make_first_lines,
-    parse_line,
-    read_lines,
-    summarize,
-)
+from unbroken.runs.records.files import MAX_TEXT, MAX_TEXTS, TEXTS, make_first_lines, read_all, summarize
 from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 
@@ -90,24 +81,10 @@ class RecordedStep:
 
 def read_step(path: Path) -> RecordedStep:
     """Read the file of a step; raises `InvalidInputError` if it is not such a file, or is damaged."""
-    lines = []
-    for number, line in enumerate(read_lines(path)):
-        try:
-            lines.append(parse_line(line))
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{path} must be a file of rollouts: line {number}: {error}") from None
-    if not lines or lines[0].get("format") != FORMAT:
-        raise InvalidInputError(f"{path} must be a file of rollouts of the format {FORMAT}")
+    lines = list(read_all(path))
     texts = next((line.get("texts") for line in lines[1:2] if line.get("kind") == TEXTS), None)
     records = [line for line in lines[1:] if line.get("kind") != TEXTS]
     return RecordedStep(path=path, head=lines[0], texts=texts, records=records)
-
-
-def read_head(path: Path) -> Mapping[str, Any]:
-    """Read the first line of a step's file; raises as `read_step`."""
-    for line in read_lines(path):
-        return parse_line(line)
-    raise InvalidInputError(f"{path} must be a file of rollouts, and has no line")
 
 
 def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
