@@ -92,7 +92,7 @@ def write_task(folder: Path, model: str | None = None, *, warm_up: WarmUpConfig 
     another one each prompt has an explanation, and the learning rate is that of a large model.
 
     Raises:
-        InvalidInputError: the folder is there, or cannot be written, or `model` is none.
+        InvalidInputError: the folder is there, or cannot be written, or `model` names no model.
     """
     if folder.exists() or folder.is_symlink():
         raise InvalidInputError(f"NAME must be a folder that is not there yet, got {folder}")

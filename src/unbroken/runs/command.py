@@ -505,7 +505,7 @@ def run_train(arguments: argparse.Namespace) -> int:
             _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc, shown=shown))
             return 0
         preflight, settings = take_preflight(options)
-        preflight &= arguments.preflight is not False  # before RECIPE, it is none of the recipe's options
+        preflight &= arguments.preflight is not False  # before RECIPE, it is not among the recipe's options
         words = [str(arguments.recipe), *settings] if arguments.recipe is not None else ["--env", *settings[1:]]
         run_recipe(load_recipe(arguments.recipe), settings, words=words, preflight=preflight)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error

@@ -165,7 +165,7 @@ class _UpdateCost:
     """Of their rows, prompts included."""
     seconds: float = 0.0
     error: str = ""
-    """Why there is none."""
+    """Why the gradient could not be computed."""
 
 
 def _measure_update(trainer: Any, groups: Sequence[TrajectoryGroup]) -> _UpdateCost | None:

@@ -518,7 +518,7 @@ async def open_engine(options: EngineOptions) -> TransformersEngine:
 
 
 def _check_device(name: str) -> None:
-    """Raise `InvalidInputError` for a device that is none of torch's, or not on this machine: before a model loads."""
+    """Raise `InvalidInputError` for a device that torch does not have, or not on this machine: before a model loads."""
     try:
         torch.empty(0, device=name)
     except (AssertionError, NotImplementedError, RuntimeError) as error:  # torch without CUDA raises an AssertionError

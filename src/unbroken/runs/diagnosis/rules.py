@@ -490,7 +490,7 @@ def _find_stale(evidence: Evidence) -> str | None:
 
 
 def _find_not_finite(evidence: Evidence) -> str | None:
-    """The run ended with a number that is none."""
+    """The run ended with a number that is not finite."""
     error = evidence.ending.error
     words = ("norm is nan", "norm is inf", " is nan", " is inf", "not finite", "non-finite", "nan or inf")
     if not any(word in error.lower() for word in words):

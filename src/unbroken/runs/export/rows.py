@@ -63,7 +63,7 @@ class RowForm(StrEnum):
 class Rollout(NamedTuple):
     """A rollout as docs/rollouts.md describes it, and the first line of its file; `kind` may be an evaluation's set.
 
-    `note` is what somebody noted of it in the viewer.
+    `note` is what was noted of it in the viewer.
     """
 
     kind: str

@@ -175,14 +175,14 @@ def append_note(folder: Path, note: Note, *, shown_time_s: float | None) -> None
     """Add a line to a run's notes; nothing before it changes. `shown_time_s` is as in `SentNote`.
 
     Raises:
-        ChangedNoteError: somebody else saved or removed a note of the rollout meanwhile.
+        ChangedNoteError: another viewer saved or removed a note of the rollout since it was shown.
         InvalidInputError: the line would be too long.
         MetricsError: it cannot be written; nothing is left of it.
     """
     line = note.model_dump_json().encode("utf-8") + b"\n"
     if len(line) > MAX_NOTE_BYTES:
         raise InvalidInputError(f"a note must have at most {MAX_NOTE_BYTES} bytes, got {len(line)}")
-    # The folder may come from somebody else: a link there could lead to any file of this user's, and a pipe would wait.
+    # The folder may come from another user: a link there could lead to any file of this user's, and a pipe would wait.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(folder / NOTES_FILE, flags, 0o644)
