@@ -36,6 +36,9 @@ demo: $(README)  ## train a tiny tool-using model by GRPO (installs what the REA
 # Compiled modules are kept, whatever the environment says: hundreds of processes import the same ones.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SUITE := -n 3 --durations 25 --durations-min 5
+# What `make test` and `make e2e` run; other targets have the rest.
+OF_TEST := not e2e and not gpu and not clients and not real
+OF_E2E := e2e and not nightly and not gpu and not clients and not real
 TESTS := tests
 
 quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at most; `make quick ARGS='-k word'`
@@ -43,11 +46,10 @@ quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at m
 
 test: $(ALL)  ## all tests but those of `make e2e` and those that need a GPU, in three processes; 8 minutes on two cores
 	$(BIN)/python tools/count_cpu.py $(VENV)/cpu-of-make-test \
-		env $(PYTEST) -m "not e2e and not gpu and not clients and not real" $(SUITE)
+		env $(PYTEST) -m "$(OF_TEST)" $(SUITE)
 
 e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes together, as users start them
-	$(PYTEST) -m "e2e and not alone and not nightly and not gpu and not clients and not real" $(SUITE)
-	$(PYTEST) -m "e2e and alone and not nightly and not gpu and not clients and not real" --durations 10 --durations-min 5 tests/e2e
+	$(PYTEST) -m "$(OF_E2E)" $(SUITE)
 
 nightly: $(ALL) extras  ## what CI leaves out: every way in which a cluster fails, and each extra alone; half an hour
 	$(PYTEST) -m "nightly and not gpu and not clients and not real" --durations 10 --durations-min 5 tests
@@ -62,7 +64,7 @@ real: $(ALL)  ## commands, a few steps and tool conversations with a real model 
 
 coverage: $(ALL)  ## lines and branches that `make test` and `make e2e` run; `make coverage TESTS=tests/unit/ledger`
 	rm -f .coverage .coverage.*
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not gpu and not clients and not real" -n 3 $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "($(OF_TEST)) or ($(OF_E2E))" -n 3 $(TESTS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

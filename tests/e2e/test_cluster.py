@@ -25,7 +25,6 @@ from unbroken.timeline import read_timeline
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.alone,
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (make e2e)"),
 ]
 

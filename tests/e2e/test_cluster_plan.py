@@ -15,7 +15,7 @@ from support.forks import commands_as_forks, run_python
 from support.processes import free_port
 from support.served import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]  # its ports must stay free until they are bound
+pytestmark = pytest.mark.e2e
 
 
 def test_the_commands_of_a_plan_train_as_they_are_printed(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from support.served import Served, save_tiny_model, served
 from support.watched_run import LONGEST_S, WatchedRun
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 RECIPE = Path(__file__).parents[1] / "support" / "letters_recipe.py"
 NUM_AFTER = 5

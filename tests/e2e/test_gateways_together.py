@@ -26,7 +26,7 @@ from support.processes import free_port
 from support.servers import encode, listening, make_app, scripted_engine, server_tokenizer
 from unbroken.types import TokenIds, token_ids
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 NUM_GATEWAYS, NUM_WORKERS, NUM_SESSIONS, MEAN_TURNS = 4, 2, 40 * EFFORT, 6
 KEY = {"Authorization": "Bearer control"}

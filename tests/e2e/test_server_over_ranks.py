@@ -15,11 +15,8 @@ WHOLE = ("world_size", "scores", "update", "refusal", "adapter", "sleep", "packe
 LORA = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
 
 
-@pytest.mark.alone  # a tiny model samples hundreds of ids a second: a pause must come in the middle of an answer
 @pytest.mark.parametrize(
-    ("parallel", "names"),
-    [("tensor", WHOLE), ("data", WHOLE), ("data", ("policy_adapter",))],
-    ids=["tensor-whole", "data-whole", "data-adapter"],
+    ("parallel", "names"), [("tensor", WHOLE), ("data", (*WHOLE, "policy_adapter"))], ids=["tensor", "data"]
 )
 def test_what_must_reach_each_worker_does(tmp_path: Path, parallel: str, names: tuple[str, ...]) -> None:
     """As a command, whose processes are not forks of one: they differ in the order of sets."""
