@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from support.browser import Browser, open_browser
 from support.failures import FailuresAtOnce
-from support.forks import preload
+from support.forks import commands_as_forks, preload
 from support.installed import require_vllm
 from support.postgres import location as location
 from support.postgres import postgres as postgres
@@ -93,6 +93,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("vllm"):
         require_vllm()
         preload("support.vllm_processes")
+
+
+@pytest.fixture
+def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m unbroken ...`, which a test or a run starts, is a fork, for tests that are not about its start."""
+    for name, value in commands_as_forks().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_sums_as_long_as_those_of_real_models_are_exact(tmp_path, capsys):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_text_rows_of_a_model_that_takes_images_are_exact(family, tmp_path, capsys):
     save_vision_model(tmp_path, family)
-    assert main(["numerics", str(tmp_path), "--rows", "4", "--max-tokens", "12"]) == 0
+    assert main(["numerics", str(tmp_path), "--rows", "2", "--max-tokens", "8"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "modules language_model.layers.0.self_attn.q_proj is the first" in shown
 
@@ -68,7 +68,7 @@ def test_engines_that_run_elsewhere_are_refused(model, capsys):
 
 def test_a_model_that_is_certain_of_its_ids_proves_nothing(tmp_path, capsys):
     save_tiny_model(tmp_path, initializer_range=3.0)
-    assert main(["numerics", str(tmp_path), "--rows", "6", "--max-tokens", "24"]) == 1
+    assert main(["numerics", str(tmp_path), "--rows", "2", "--max-tokens", "8"]) == 1
     shown = capsys.readouterr().out.splitlines()
     assert "verdict: none: these weights are too certain of their ids for rounding to show" in shown
 
@@ -82,6 +82,7 @@ def test_a_model_that_cannot_be_exact_is_named_with_the_reason(tmp_path, capsys)
     assert "experts" in exact["refused"]
 
 
+@pytest.mark.usefixtures("forked_commands")
 @pytest.mark.parametrize(
     "options",
     [

@@ -17,7 +17,7 @@ import pytest
 
 from support import letters_recipe, templates
 from support.evaluations import read_evaluations
-from support.forks import ForkedPython, commands_as_forks
+from support.forks import ForkedPython
 from support.processes import free_port, run_two
 from support.served import save_tiny_model, served
 from support.vision import save_vision_model
@@ -31,6 +31,8 @@ from unbroken.runs.records.files import find_records, read_records
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
 
 ONE, TWO = "--rollouts.samplers=1", "--rollouts.samplers=2"
 SMALL_STEPS = "--trainer.optimizer.learning-rate=1e-9"
@@ -47,12 +49,6 @@ def engine_options(model: Path, weights: Path) -> Iterator[list[str]]:
     """Start a server; yields the options that make it an engine of a run."""
     with served(model, "--weights-dir", str(weights), engine="transformers") as server:
         yield ["--engine.kind=server", f"--engine.urls={server.url}", f"--engine.weights-dir={weights}"]
-
-
-@pytest.fixture(autouse=True)
-def _samplers_are_forks(monkeypatch) -> None:
-    for name, value in commands_as_forks().items():
-        monkeypatch.setenv(name, value)
 
 
 def make_no_env(number: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from support import letters_recipe
+from support.forks import fork_server
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.runs import verify as verify_module
@@ -380,17 +382,13 @@ def test_runs_of_other_kinds_are_verified(tmp_path, model, capsys, options):
     assert status == 0, report
 
 
-def test_adapters_are_verified_in_a_process_that_orders_sets_otherwise(tmp_path, model):
-    """PEFT writes the set of its target modules in the order of their hashes."""
+def test_adapters_are_verified_in_a_process_that_orders_sets_otherwise(tmp_path, model, capsys):
+    """PEFT writes the set of its target modules in the order of their hashes, which are others in each process."""
     run = tmp_path / "run"
     code = "import sys; from unbroken.cli import main; sys.exit(main(sys.argv[1:]))"
-
-    def start(seed: int, words: list[str]) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path}
-        return subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
-
-    made = start(1, make_words(run, model, "--lora.rank=2"))
+    command = [sys.executable, "-c", code, *make_words(run, model, "--lora.rank=2")]
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     for config in (
         run / "final" / "adapter_config.json",
@@ -399,10 +397,10 @@ def test_adapters_are_verified_in_a_process_that_orders_sets_otherwise(tmp_path,
         targets = json.loads(config.read_text())["target_modules"]
         assert targets == sorted(targets)
         edit_json(config, lambda value: value["target_modules"].reverse())  # as runs before had any order
-    verified = start(2, ["verify", str(run)])
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    status, report = verify(capsys, run)
+    assert status == 0, report
     edit_json(run / "checkpoints" / "step-00000004" / "adapter_config.json", lambda value: value.update(r=4))
-    assert "checkpoints/step-00000004: adapter_config.json is not that of" in start(3, ["verify", str(run)]).stdout
+    assert "checkpoints/step-00000004: adapter_config.json is not that of" in verify(capsys, run)[1]
 
 
 def test_groups_that_were_replaced_are_replaced_again(tmp_path, model, capsys):
@@ -514,7 +512,9 @@ def test_a_part_that_begins_with_a_checkpoint_without_its_numbers_is_no_tracebac
 
 
 def test_a_process_that_is_killed_is_named_with_what_to_do(run, capsys, monkeypatch):
-    """As the system does that lacks memory."""
+    """As the system does that lacks memory. The processes are forks here."""
+    forks = fork_server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: forks)
     monkeypatch.setattr(verify_module, "_verify_part", _die)
     status, report = verify(capsys, run, "--processes", 2)
     assert (status, "one of 2 processes was ended from outside" in report) == (1, True), report

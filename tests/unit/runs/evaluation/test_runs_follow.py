@@ -226,7 +226,7 @@ def test_a_run_that_died_is_named_so_and_one_follower_is_enough(run, capsys):
     assert "died after 3 steps, 1 evaluation made here: the same command follows it once it is started again" in said
 
 
-def test_a_run_is_followed_while_it_trains_until_it_has_ended(tmp_path, model, capsys):
+def test_a_run_is_followed_while_it_trains_until_it_has_ended(tmp_path, model, capsys, forked_commands):
     """It cannot make its third step before the first two are evaluated."""
     output = tmp_path / "live"
     held = tmp_path / "live.held"
