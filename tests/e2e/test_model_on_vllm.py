@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.forks import fork_server
 from support.rows import random_rows, row
 from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.trainer import Trainer
@@ -128,11 +129,16 @@ async def test_a_model_whose_rotary_factors_or_soft_cap_transformers_treats_othe
         await engine.close()
 
 
-async def test_numerics_compares_vllm_with_the_trainer_row_by_row_and_module_by_module(tmp_path, capsys):
-    """vLLM runs transformers' modules, whose names are the trainer's; a CPU cannot have exact numerics with it."""
+async def test_numerics_compares_vllm_with_the_trainer_row_by_row_and_module_by_module(tmp_path, capsys, monkeypatch):
+    """vLLM runs transformers' modules, whose names are the trainer's; a CPU cannot have exact numerics with it.
+
+    The command's two processes are forks here: each would import vLLM.
+    """
     from support.architectures import tiny_model
     from unbroken.cli import main
 
+    forks = fork_server()
+    monkeypatch.setattr("unbroken.runs.numerics.multiprocessing.get_context", lambda kind: forks)
     tiny_model("qwen3", hidden_size=64, head_dim=64, max_position_embeddings=256).save_pretrained(tmp_path)
     vllm = [
         "--enforce-eager",
