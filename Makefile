@@ -37,7 +37,7 @@ demo: $(README)  ## train a tiny tool-using model by GRPO (installs what the REA
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SUITE := -n 3 --durations 25 --durations-min 5
 # What `make test` and `make e2e` run; other targets have the rest.
-OF_TEST := not e2e and not gpu and not clients and not real
+OF_TEST := not e2e and not nightly and not gpu and not clients and not real
 OF_E2E := e2e and not nightly and not gpu and not clients and not real
 TESTS := tests
 

@@ -55,12 +55,11 @@ def train(model, samples, *, reference=None, **changes):
 @pytest.mark.parametrize(
     ("backend", "config"),
     [
-        ("aot_eager", {"packing": Packing.NEVER}),
-        ("eager", {"packing": Packing.ONE_LANE}),
-        ("eager", {"shared_prefixes": SharedPrefixes.ALWAYS}),
-        ("eager", {"gradient_checkpointing": True}),
+        pytest.param("aot_eager", {"packing": Packing.NEVER}, id="padded"),
+        pytest.param("eager", {"shared_prefixes": SharedPrefixes.ALWAYS}, id="trees"),
+        pytest.param("eager", {"packing": Packing.ONE_LANE}, id="packed", marks=pytest.mark.nightly),
+        pytest.param("eager", {"gradient_checkpointing": True}, id="checkpointed", marks=pytest.mark.nightly),
     ],
-    ids=["padded", "packed", "trees", "checkpointed"],
 )
 def test_compiled_layers_train_as_they_are(backend, config, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", backend)
