@@ -188,6 +188,7 @@ def test_an_input_is_rounded_once_for_all_layers_that_get_it(rows, bfloat16, mon
     assert num_rounded == 4 * model.config.num_hidden_layers  # attention, its output, MLP, its product
 
 
+@pytest.mark.nightly  # 17 CPU seconds, also with few adapters; in float32 test_training_compiling.py has them
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
 def test_compiled_layers_with_adapters_compute_in_bfloat16_as_they_do_alone(rows, bfloat16, monkeypatch):
