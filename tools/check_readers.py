@@ -90,7 +90,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.training.metrics.writer": (2, "metrics of its own run"),
     "unbroken.training.model.pretrained": (4, "what transformers and PEFT wrote of a config"),
     "unbroken.training.state": (1, "what was written in the same call"),
-    "unbroken.training.step_metrics": (4, "what the kernel counts"),
+    "unbroken.training.metrics.step_log": (4, "what the kernel counts"),
     "unbroken.types.recorded": (1, "an .npy in base64, without pickles"),
     "unbroken.types.sampling": (1, "a schema in a body that was checked; deep ones are caught"),
     "unbroken.viewer.assets": (1, "a file of the package"),

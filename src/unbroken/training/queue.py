@@ -23,9 +23,11 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, Track
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import GroupNumbers, GroupSource
+from unbroken.training.metrics.step_log import IdleTimes, loop_time_s
 from unbroken.training.outages import Outages
-from unbroken.training.step_metrics import IdleTimes, loop_time_s
 from unbroken.training.sums import Sums
+from unbroken.training.trainer import Trainer
+from unbroken.training.waits import in_any_process, raise_together
 
 SAMPLED = "group in flight"
 QUEUED = "group in the queue"
@@ -40,7 +42,7 @@ _READY = 1 / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupCounts(Sums):
+class GroupCounts(Sums):
     """What became of the groups of a process that were not trained, since the step before."""
 
     num_dropped: int = 0
@@ -63,11 +65,13 @@ class StepGroups:
     step: int
     """From 0."""
     groups: Sequence[TrajectoryGroup]
-    counts: _GroupCounts
+    counts: GroupCounts
     waited_s: float
     """How long the trainer waited for them."""
     since_last_s: float
     """Since the groups of the step before were taken, or the loop began."""
+    idle: Mapping[str, float | None]
+    """Shares of the time since then, and means over it (`IdleTimes.take_metrics`)."""
     state: Mapping[str, Any]
     """For the checkpoint: which groups are trained after this step (`GroupNumbers.state`), and the source's choices."""
     replaced: Sequence[TrajectoryGroup] = ()
@@ -158,7 +162,7 @@ class GroupQueue:
     """How many of these are. Counted, because a step may have thousands of groups, each of which is looked at."""
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _num_outages: int = field(init=False, default=0)
-    _counts: _GroupCounts = field(init=False, default_factory=_GroupCounts)
+    _counts: GroupCounts = field(init=False, default_factory=GroupCounts)
     _taken_s: float | None = field(init=False, default=None)
     """When the groups of the step before were taken, or the first ones waited for."""
     _waited_s: float = field(init=False, default=0.0)
@@ -230,14 +234,15 @@ class GroupQueue:
         since_last_s, self._taken_s = now_s - (now_s if self._taken_s is None else self._taken_s), now_s
         self._adapt_limit(since_last_s=since_last_s)
         replaced, self._replaced = self._replaced, {}
-        counts, self._counts = self._counts, _GroupCounts()
+        counts, self._counts = self._counts, GroupCounts()
         of_step = StepGroups(
             step=step,
             groups=[live.group for live in chosen if live.group is not None],
             replaced=[replaced[number] for number in sorted(replaced)],
-            counts=counts + _GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
+            counts=counts + GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
             waited_s=waited_s,
             since_last_s=since_last_s,
+            idle=self.idle.take_metrics(),
             state=self._get_state(),
         )
         self.set_next_version(next_version)
@@ -293,6 +298,12 @@ class GroupQueue:
         """End the run with this error, in all processes, when they meet next."""
         self.failure = self.failure or error
         self._changed.set()
+
+    async def meet(self, trainer: Trainer) -> bool:
+        """Meet the other processes: a failure of one is raised in all. Returns whether any has lost its engine."""
+        is_lost = self.lost is not None
+        await raise_together(trainer, self.failure)
+        return await in_any_process(trainer, is_lost)
 
     async def close(self) -> None:
         """Cancel what is in flight, and wait until it has ended."""
@@ -356,13 +367,13 @@ class GroupQueue:
     def _drop(self, live: _LiveGroup) -> None:
         self._remove(live)
         self.numbers.put_back(live.number)
-        self._counts += _GroupCounts(num_dropped=1, num_dropped_ids=live.effort.num_ids)
+        self._counts += GroupCounts(num_dropped=1, num_dropped_ids=live.effort.num_ids)
         self._end_lane(live, QUEUED, "dropped")
 
     def _lose_group(self, live: _LiveGroup, error: EngineError) -> None:
         self._remove(live)
         self.numbers.put_back(live.number)
-        self._counts += _GroupCounts(num_lost=1, num_lost_ids=live.effort.num_ids)
+        self._counts += GroupCounts(num_lost=1, num_lost_ids=live.effort.num_ids)
         self._end_lane(live, SAMPLED, "lost")
         # One that was started before an outage that is over says nothing of the engine as it is now.
         if live.has_seen_outages == self._num_outages:
