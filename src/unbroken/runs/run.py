@@ -90,9 +90,11 @@ async def run(
         _open_training(config, opened, sets, curriculum) as training,
     ):
         num_steps, trainer, records = config.loop.num_steps, opened.trainer, training.records
+        console = records.progress.console
         if not trainer.from_main_process(bool(find_checkpoints(training.checkpoints.folder))):
             # A run that continues compares its policies later, once its engine has its weights.
-            await _look_before(config, opened, training.check, records.progress.console)
+            console.print(await training.check.run(), soft_wrap=True, highlight=False)
+            await _make_preflight(config, opened, console)
         await training.evaluations.evaluate(0, "before")
         with keep_loop_responsive():
             await train(
@@ -138,14 +140,12 @@ async def check_without_training(
     async with open_run(own, model=model, train_on=train_on, evaluate_on=[], accelerator=accelerator) as opened:
         max_k3 = choose_max_k3(config, config.engine, opened.model)
         check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
-        await _look_before(replace(config, output=output), opened, check, console)
+        console.print(await check.run(), soft_wrap=True, highlight=False)
+        await _make_preflight(replace(config, output=output), opened, console)
 
 
-async def _look_before(config: RunConfig, run: OpenRun, check: PolicyCheck, console: Console) -> None:
-    """Compare the policies of engine and trainer; then make the preflight of a command, in its first process, for which
-    the others wait. Other scripts have none.
-    """
-    console.print(await check.run(), soft_wrap=True, highlight=False)
+async def _make_preflight(config: RunConfig, run: OpenRun, console: Console) -> None:
+    """Make the preflight of a command, in its first process, for which the others wait. Other scripts have none."""
     opened = open_recipe.get()
     if opened is None or not opened.preflight:
         return

@@ -18,7 +18,7 @@ from typing import Any
 
 from unbroken.counters import Effort, count_effort
 from unbroken.errors import EngineError
-from unbroken.rollout.failures import must_propagate, to_exception
+from unbroken.rollout.failures import to_exception
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, Track
 from unbroken.training.config import LoopConfig
@@ -267,7 +267,7 @@ class GroupQueue:
             self._live.append(live)
             task = asyncio.create_task(self._sample(live))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._end_task)
             self.timeline.begin_lane(SAMPLED, number, version=live.oldest_version)
             self._show_counts()
 
@@ -312,26 +312,7 @@ class GroupQueue:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _sample(self, live: _LiveGroup) -> None:
-        """Sample a group; it is then finished, replaced, dropped or lost, or the run ends with its error."""
-        try:
-            found = await self._sample_or_lose(live)
-            is_replaced = not isinstance(found, EngineError) and self._is_replaced(found)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:
-            # Rust parts of a package raise panics that are no Exception, and user code may cancel its own task: nobody
-            # awaits this one, so the trainer would wait for the group for ever.
-            if must_propagate(error):  # the run ends
-                raise
-            self.fail(to_exception(error))
-            return
-        if isinstance(found, EngineError):
-            self._lose_group(live, found)
-        else:
-            self._finish(live, found, is_replaced=is_replaced)
-
-    async def _sample_or_lose(self, live: _LiveGroup) -> TrajectoryGroup | EngineError:
-        """The group, or the error by which it was lost with its engine."""
+        """Sample a group; it is then finished, replaced or dropped, or lost with its engine."""
         try:
             with count_effort(live.effort):
                 group = await self.source.sample(live.number)
@@ -340,10 +321,27 @@ class GroupQueue:
             # An engine that is there has refused the request, and would refuse it again.
             if not await self.outages.is_outage(error):
                 raise
-            return error
-        return group if lost is None else lost
+            lost = error
+        if lost is None:
+            self._finish(live, group)
+        else:
+            self._lose_group(live, lost)
 
-    def _finish(self, live: _LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        """Let any error of a group's task end the run: nobody awaits the task, so the trainer would wait for the group
+        for ever. Also one that is no `Exception`: Rust parts of a package raise panics, and user code may cancel its
+        own task.
+        """
+        self._tasks.discard(task)
+        try:
+            error = task.exception()
+        except asyncio.CancelledError as cancelled:
+            error = cancelled
+        if error is not None:
+            self.fail(to_exception(error))
+
+    def _finish(self, live: _LiveGroup, group: TrajectoryGroup) -> None:
+        is_replaced = self._is_replaced(group)
         live.group = group
         self._num_finished += 1
         live.oldest_version = min(group.sampled_versions, default=live.oldest_version)
