@@ -128,7 +128,7 @@ async def _open_queue(
             source=source,
             config=config,
             outages=outages,
-            has_variance=trainer.has_variance,
+            has_variance=partial(trainer.objective.has_variance, config=trainer.config),
             timeline=timeline,
             engine_version=trainer.policy_version,
             num_made=0 if last is None else last.num_steps,
@@ -216,7 +216,7 @@ def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, con
             "LoopConfig.max_staleness must be 0 with an engine that sleeps during steps (RunObserver.before_update), "
             "or it could not sample then"
         )
-    if config.replaces_groups and not trainer.can_lack_variance:
+    if config.replaces_groups and not trainer.objective.can_lack_variance(trainer.config):
         raise InvalidInputError(
             "LoopConfig.max_replacements must be 0, because the trainer's objective leaves out no group for its equal "
             f"rewards, got {config.max_replacements:g}"

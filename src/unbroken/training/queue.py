@@ -321,7 +321,8 @@ class GroupQueue:
             # An engine that is there has refused the request, and would refuse it again.
             if not await self.outages.is_outage(error):
                 raise
-            lost = error
+            self._lose_group(live, error)
+            return
         if lost is None:
             self._finish(live, group)
         else:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
 from operator import add
@@ -130,7 +130,7 @@ class StepRunner:
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
         # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
         # version ever stands for two weights.
-        await self._save_if_due(groups)
+        await self._save_if_due(step, groups.state)
         self.log.end_making()
         self.timeline.end(Track.TRAINER)
         self.timeline.count("version, trainer", version=self.trainer.policy_version)
@@ -170,14 +170,16 @@ class StepRunner:
 
     async def _make_units(self, groups: StepGroups) -> _StepUnits:
         """Make units of the groups. Nothing is left out silently: what is not trained on is counted, by its reason."""
-        trainer, counters = self.trainer, Counters()
+        trainer, objective, counters = self.trainer, self.trainer.objective, Counters()
         for group in groups.sampled:
             counters.merge(group.counters)
+        replaced: Sequence[Any] = ()
         with self.log.span("units"):
             async with fail_together(trainer):
-                units = await trainer.make_units(groups.groups, counters)
-                replaced = await trainer.make_units(groups.replaced, counters) if self.config.replaces_groups else []
-        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
+                units = await objective.make_units(groups.groups, counters, trainer.config, trainer.processes)
+                if self.config.replaces_groups:
+                    replaced = await objective.make_units(groups.replaced, counters, trainer.config, trainer.processes)
+        get_rows, get_idle = objective.get_rows, objective.get_idle_rows
         untrained = [rows for unit in units if (rows := get_idle(unit))]
         untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
         # `make_units` has counted the units that have no rows. A group is replaced because its rewards are equal, and
@@ -257,14 +259,14 @@ class StepRunner:
         self.num_empty = 0 if is_trained else self.num_empty + 1
         log.end_update({**found, **trained})
 
-    async def _save_if_due(self, groups: StepGroups) -> None:
+    async def _save_if_due(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, if one is due.
 
-        It holds which groups were trained up to this step (`groups.state`, of when they were taken), not what the queue
-        has finished since: that is sampled again after a kill.
+        It holds which groups were trained up to this step (`state`, of when they were taken), not what the queue has
+        finished since: that is sampled again after a kill.
         """
-        num_steps = groups.step + 1
-        self.last = LastStep(num_steps=num_steps, metrics=self.log.metrics, groups=groups.state)
+        num_steps = step + 1
+        self.last = LastStep(num_steps=num_steps, metrics=self.log.metrics, groups=state)
         if self.checkpoints is None:
             return
         started = time.perf_counter()
