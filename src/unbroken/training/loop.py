@@ -76,15 +76,8 @@ async def train(
     outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
     queue = await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last)
     log = StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics)
-    publication = Publication(
-        trainer=trainer,
-        publisher=publisher,
-        queue=queue,
-        outages=outages,
-        notices=await Notices.open(trainer),
-        timeline=timeline,
-        log=log,
-    )
+    notices = await Notices.open(trainer)
+    publication = Publication(trainer, publisher, queue, outages, notices, timeline=timeline, log=log)
     steps = StepRunner(
         trainer=trainer,
         queue=queue,
@@ -105,9 +98,6 @@ async def train(
         for step in range(steps.num_made, config.num_steps):
             with observer.around_step(step):
                 await steps.run(step)
-        await publication.end()
-        if checkpoints is not None:
-            await asyncio.to_thread(checkpoints.finish, trainer)
 
 
 async def _open_queue(
@@ -180,12 +170,16 @@ async def _end_again(steps: StepRunner, last: LastStep, *, has_engine_version: b
 
 @asynccontextmanager
 async def _closing(steps: StepRunner) -> AsyncIterator[None]:
-    """When the block ends, cancel what runs beside the steps, and wait for a checkpoint that is being written. After an
-    outage, write one of the last step, unless there is one, and add to the error where the run stands.
+    """When the block ends, wait until the last weights are published and the last checkpoint is written. After an
+    error, cancel what runs beside the steps; after an outage, also write a checkpoint of the last step, unless there is
+    one, and add to the error where the run stands.
     """
     checkpoints = steps.checkpoints
     try:
         yield
+        await steps.publication.end()
+        if checkpoints is not None:
+            await asyncio.to_thread(checkpoints.finish, steps.trainer)
     except OutageError as error:
         if checkpoints is None:
             raise OutageError(

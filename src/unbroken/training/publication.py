@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import record_function
@@ -28,21 +27,32 @@ from unbroken.weights.base import CastingPublisher, WeightPublisher, WeightUpdat
 from unbroken.weights.sources import WeightStream
 
 
-@dataclass(slots=True, kw_only=True)
 class Publication:
     """Gives the engines of one run the trainer's weights. All processes call its methods together."""
 
-    trainer: Trainer
-    publisher: WeightPublisher | None
-    """None in a process whose engine another process publishes to."""
-    queue: GroupQueue
-    """Groups that waited for a version may start once it is published."""
-    outages: Outages
-    notices: Notices
-    timeline: Timeline
-    log: StepLog
-    beside: asyncio.Task[int | None] | None = field(init=False, default=None)
-    """Publishes a copy of the weights, beside the next step. Its result is the version; None after an error."""
+    def __init__(
+        self,
+        trainer: Trainer,
+        publisher: WeightPublisher | None,
+        queue: GroupQueue,
+        outages: Outages,
+        notices: Notices,
+        *,
+        timeline: Timeline,
+        log: StepLog,
+    ) -> None:
+        """`publisher` is None in a process whose engine another process publishes to. Groups of `queue` that wait for a
+        version may start once it is published.
+        """
+        self._trainer = trainer
+        self._publisher = publisher
+        self._queue = queue
+        self._outages = outages
+        self._notices = notices
+        self._timeline = timeline
+        self._log = log
+        self._beside: asyncio.Task[int | None] | None = None
+        """Publishes a copy of the weights, beside the next step. Its result is the version; None after an error."""
 
     async def publish(self) -> None:
         """Publish the weights as they are, while nothing is sampled. If the engine is gone, wait until it has them.
@@ -50,31 +60,31 @@ class Publication:
         Raises:
             OutageError: the engine stayed away for `OutageConfig.wait_s`, or there is none to wait for.
         """
-        version = self.trainer.policy_version
-        with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
-            update = await self.outages.publish()
+        version = self._trainer.policy_version
+        with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
+            update = await self._outages.publish()
         self._note_published(version)
-        self.log.end_publication(update, lost_s=self.outages.take_metrics()["seconds/outages"])
+        self._log.end_publication(update, lost_s=self._outages.take_metrics()["seconds/outages"])
 
     async def begin(self) -> None:
         """Copy the weights, and publish the copy beside the next step; the publication before it has ended by then."""
         await self.end()
-        version = self.trainer.policy_version
-        if self.queue.engine_version == version:  # the wait ended an outage, after which these were published
+        version = self._trainer.policy_version
+        if self._queue.engine_version == version:  # the wait ended an outage, after which these were published
             return
-        with self.timeline.span("snapshot"):
-            weights = await copy_weights(self.trainer, self.publisher)
-        self.beside = asyncio.create_task(self._publish_beside(weights, version))
+        with self._timeline.span("snapshot"):
+            weights = await copy_weights(self._trainer, self._publisher)
+        self._beside = asyncio.create_task(self._publish_beside(weights, version))
 
     async def end(self) -> None:
         """Wait for the publication beside the steps, in all processes; if it lost the engine, until that is back."""
-        if self.beside is None:
+        if self._beside is None:
             return
-        version, self.beside = await self.beside, None
-        if await self.queue.meet(self.trainer):
+        version, self._beside = await self._beside, None
+        if await self._queue.meet(self._trainer):
             await self.recover()
         elif version is not None:
-            self.queue.set_engine_version(version)
+            self._queue.set_engine_version(version)
 
     async def recover(self) -> None:
         """Wait in all processes until the engines are back, and give them the trainer's weights before a group starts.
@@ -82,18 +92,18 @@ class Publication:
         An engine that comes back has the weights that it was started with, and may have missed a publication besides.
         Groups in flight on engines that are there are not cut off.
         """
-        with self.timeline.span("outage"):
-            if self.beside is not None:
-                await self.beside  # if it failed, that is why this was called, or the next meeting raises it
-                self.beside = None
-            await self.outages.recover(self.queue.lost)
-            self.queue.end_outage(self.trainer.policy_version)
+        with self._timeline.span("outage"):
+            if self._beside is not None:
+                await self._beside  # if it failed, that is why this was called, or the next meeting raises it
+                self._beside = None
+            await self._outages.recover(self._queue.lost)
+            self._queue.end_outage(self._trainer.policy_version)
 
     async def close(self) -> None:
         """Cancel what runs beside the steps."""
-        if self.beside is not None:
-            self.beside.cancel()
-            await asyncio.gather(self.beside, return_exceptions=True)
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
 
     async def _publish_beside(self, weights: WeightStream | None, version: int) -> int | None:
         """Publish the copy; in a process without a publisher, wait for the one that publishes for it.
@@ -102,30 +112,30 @@ class Publication:
         meet: the queue keeps it until then, and starts no group.
         """
         try:
-            with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER):
-                if self.publisher is None or weights is None:
-                    is_taken = await self.notices.wait_for(version)
+            with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER):
+                if self._publisher is None or weights is None:
+                    is_taken = await self._notices.wait_for(version)
                 else:
                     waiting = log_waiting(f"policy version {version} to be taken by the engine")
-                    async with self.notices.announce(version), waiting:
-                        update = await self.publisher.publish(weights, policy_version=version)
+                    async with self._notices.announce(version), waiting:
+                        update = await self._publisher.publish(weights, policy_version=version)
                     is_taken = True
-                    self.log.end_publication_beside(update)
+                    self._log.end_publication_beside(update)
         except EngineError as error:
-            self.queue.lose(error)
+            self._queue.lose(error)
             return None
         except Exception as error:
-            self.queue.fail(error)
+            self._queue.fail(error)
             return None
         if is_taken:  # if not, the process that publishes has the error, and raises it when they meet
-            self.outages.require_newest(version)
+            self._outages.require_newest(version)
             self._note_published(version)
         return version
 
     def _note_published(self, version: int) -> None:
         """The engine has this version: groups that waited for it may start."""
-        self.queue.set_engine_version(version)
-        self.timeline.count("version, published", version=version)
+        self._queue.set_engine_version(version)
+        self._timeline.count("version, published", version=version)
 
 
 async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
