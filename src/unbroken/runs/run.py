@@ -117,11 +117,14 @@ async def run(
         begin("closing the engine")
         records.progress.show_end(config.output, model=final)
     if config.export.push_to_hub is not None and accelerator.is_main_process:
-        # The others do not wait: an upload may take longer than they would.
-        message = f"{num_steps} steps of training"
-        address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
-        print(f"model at {address}")
+        await _upload(final, config.export.push_to_hub, num_steps=num_steps)
     return opened, rollouts
+
+
+async def _upload(model: Path, repository: str, *, num_steps: int) -> None:
+    """Upload the final model. Other processes do not wait for it: it may take longer than they would."""
+    address = await asyncio.to_thread(upload, model, repository, message=f"{num_steps} steps of training")
+    print(f"model at {address}")
 
 
 async def check_without_training(
