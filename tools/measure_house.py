@@ -35,7 +35,7 @@ BOUNDS = {
     "functions of complexity above 15": Bound(0, 20),
     "functions of complexity above 10": Bound(112, 130),
     "getattr with a default": Bound(43, 60),
-    "walk, command line to optimizer: functions": Bound(40, 36),
+    "walk, command line to optimizer: functions": Bound(37, 36),
     "walk, command line to optimizer: files": Bound(20, 14),
     "walk, request of an agent: functions": Bound(24, 24),
     "walk, request of an agent: files": Bound(14, 13),

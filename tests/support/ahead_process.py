@@ -31,8 +31,8 @@ from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.publication import Notices
 from unbroken.training.trainer import Trainer
+from unbroken.training.waits import Notices
 from unbroken.weights.base import WeightUpdate
 
 NUM_STEPS = 8

@@ -107,7 +107,7 @@ class PretendTrainer:
 
     vocab_size = 64
     is_main_process = True
-    can_lack_variance = True
+    config = processes = None
 
     def __init__(
         self,
@@ -120,9 +120,13 @@ class PretendTrainer:
         self.step_s = step_s
         self.policy_version = policy_version
         self.trains = trains
-        self.has_variance = judge
         self.objective = SimpleNamespace(
-            get_rows=lambda unit: unit, get_idle_rows=lambda unit: [], get_metrics=lambda units: {}
+            make_units=self.make_units,
+            get_rows=lambda unit: unit,
+            get_idle_rows=lambda unit: [],
+            get_metrics=lambda units: {},
+            has_variance=lambda group, config: judge(group),
+            can_lack_variance=lambda config: True,
         )
         self.groups: list[Sequence[TrajectoryGroup]] = []
         """Of each step, those that were taken."""
@@ -149,8 +153,8 @@ class PretendTrainer:
             for group in sampled[len(groups) :]
         ]
 
-    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Any) -> list[Any]:
-        """See `Trainer`."""
+    async def make_units(self, groups: Sequence[TrajectoryGroup], *_: Any) -> list[Any]:
+        """See `Objective`."""
         if len(self.groups) == len(self.sampled):  # the step's own come before the replaced ones
             self.groups.append(groups)
             trains = self.trains(self.num_steps)
@@ -230,9 +234,10 @@ class PretendCheckpoints:
         self.trainer.states.append(last)
         self.last = last
 
-    def holds(self, num_steps: int) -> bool:
+    def save_last(self, trainer: Any, last: Any) -> None:
         """See `Checkpoints`."""
-        return self.last is not None
+        if self.last is None and last is not None:
+            self.save(trainer, last)
 
     def finish(self, trainer: Any) -> None:
         """See `Checkpoints`."""

@@ -31,7 +31,7 @@ from unbroken.runs.diagnosis.diary import format_finding
 from unbroken.runs.diagnosis.evidence import Evidence, Numbers, RolloutNote, count_records
 from unbroken.runs.diagnosis.rules import diagnose
 from unbroken.runs.records.record import make_record
-from unbroken.training.step_metrics import measure_memory
+from unbroken.training.metrics.step_log import measure_memory
 from unbroken.types import FinishReason, TrainingSample
 
 NUM_ROLLOUTS = 8

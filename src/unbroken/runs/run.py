@@ -90,9 +90,11 @@ async def run(
         _open_training(config, opened, sets, curriculum) as training,
     ):
         num_steps, trainer, records = config.loop.num_steps, opened.trainer, training.records
+        console = records.progress.console
         if not trainer.from_main_process(bool(find_checkpoints(training.checkpoints.folder))):
             # A run that continues compares its policies later, once its engine has its weights.
-            await _look_before(config, opened, training.check, records.progress.console)
+            console.print(await training.check.run(), soft_wrap=True, highlight=False)
+            await _make_preflight(config, opened, console)
         await training.evaluations.evaluate(0, "before")
         with keep_loop_responsive():
             await train(
@@ -115,11 +117,14 @@ async def run(
         begin("closing the engine")
         records.progress.show_end(config.output, model=final)
     if config.export.push_to_hub is not None and accelerator.is_main_process:
-        # The others do not wait: an upload may take longer than they would.
-        message = f"{num_steps} steps of training"
-        address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
-        print(f"model at {address}")
+        await _upload(final, config.export.push_to_hub, num_steps=num_steps)
     return opened, rollouts
+
+
+async def _upload(model: Path, repository: str, *, num_steps: int) -> None:
+    """Upload the final model. Other processes do not wait for it: it may take longer than they would."""
+    address = await asyncio.to_thread(upload, model, repository, message=f"{num_steps} steps of training")
+    print(f"model at {address}")
 
 
 async def check_without_training(
@@ -138,14 +143,12 @@ async def check_without_training(
     async with open_run(own, model=model, train_on=train_on, evaluate_on=[], accelerator=accelerator) as opened:
         max_k3 = choose_max_k3(config, config.engine, opened.model)
         check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
-        await _look_before(replace(config, output=output), opened, check, console)
+        console.print(await check.run(), soft_wrap=True, highlight=False)
+        await _make_preflight(replace(config, output=output), opened, console)
 
 
-async def _look_before(config: RunConfig, run: OpenRun, check: PolicyCheck, console: Console) -> None:
-    """Compare the policies of engine and trainer; then make the preflight of a command, in its first process, for which
-    the others wait. Other scripts have none.
-    """
-    console.print(await check.run(), soft_wrap=True, highlight=False)
+async def _make_preflight(config: RunConfig, run: OpenRun, console: Console) -> None:
+    """Make the preflight of a command, in its first process, for which the others wait. Other scripts have none."""
     opened = open_recipe.get()
     if opened is None or not opened.preflight:
         return

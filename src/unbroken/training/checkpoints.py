@@ -128,6 +128,13 @@ class Checkpoints:
         if last.num_steps == 1:
             self.finish(trainer)
 
+    def save_last(self, trainer: Trainer, last: LastStep | None) -> None:
+        """Write a checkpoint of the last step that was made, unless there is one: the run ends."""
+        self.finish(trainer)
+        if last is not None and not self.holds(last.num_steps):
+            self.save(trainer, last)
+            self.finish(trainer)
+
     def finish(self, trainer: Trainer) -> None:
         """Return once everything is written; the error of a checkpoint that cannot be is raised in all processes."""
         writing, self._writing = self._writing, None

@@ -15,14 +15,15 @@ from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import GroupSource
+from unbroken.training.metrics.step_log import StepLog
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.observer import RunObserver
 from unbroken.training.outages import Outages
-from unbroken.training.publication import Notices, publish_together
+from unbroken.training.publication import Publication, publish_together
 from unbroken.training.queue import GroupQueue
 from unbroken.training.step import StepRunner
 from unbroken.training.trainer import Trainer
-from unbroken.training.waits import fail_together, from_all_processes
+from unbroken.training.waits import Notices, fail_together, from_all_processes
 from unbroken.weights.base import WeightPublisher
 
 _logger = logging.getLogger(__name__)
@@ -73,25 +74,30 @@ async def train(
     first_version = trainer.policy_version
     last = await _resume(trainer, checkpoints, metrics, config, engine)
     outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
+    queue = await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last)
+    log = StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics)
+    notices = await Notices.open(trainer)
+    publication = Publication(trainer, publisher, queue, outages, notices, timeline=timeline, log=log)
     steps = StepRunner(
         trainer=trainer,
-        queue=await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last),
-        publisher=publisher,
+        queue=queue,
+        publication=publication,
         outages=outages,
         config=config,
         checkpoints=checkpoints,
         metrics=metrics,
         observer=observer,
         timeline=timeline,
-        notices=await Notices.open(trainer),
+        log=log,
         last=last,
     )
-    async with _saving_after_outage(steps):
-        await steps.begin(has_engine_version=trainer.policy_version == first_version)
+    async with _closing(steps):
+        if last is not None:
+            await _end_again(steps, last, has_engine_version=trainer.policy_version == first_version)
+        log.restart()
         for step in range(steps.num_made, config.num_steps):
             with observer.around_step(step):
                 await steps.run(step)
-        await steps.finish()
 
 
 async def _open_queue(
@@ -112,7 +118,7 @@ async def _open_queue(
             source=source,
             config=config,
             outages=outages,
-            has_variance=trainer.has_variance,
+            has_variance=partial(trainer.objective.has_variance, config=trainer.config),
             timeline=timeline,
             engine_version=trainer.policy_version,
             num_made=0 if last is None else last.num_steps,
@@ -150,25 +156,47 @@ async def _resume(
     return last
 
 
-@asynccontextmanager
-async def _saving_after_outage(steps: StepRunner) -> AsyncIterator[None]:
-    """Close the steps when the block ends. After an outage, write a checkpoint of the last one, unless there is one,
-    and add to the error where the run stands.
+async def _end_again(steps: StepRunner, last: LastStep, *, has_engine_version: bool) -> None:
+    """Do again what a kill may have cut off after the last step that was made.
+
+    `has_engine_version` says that the trainer has the version that it was made with, and so the weights with which the
+    engine was opened: then there is nothing to publish.
     """
+    if not has_engine_version:
+        await steps.publication.publish()
+    await steps.outages.repeat(steps.observer.on_resume)
+    await steps.end(last.num_steps - 1, steps.log.end_step_of_another())
+
+
+@asynccontextmanager
+async def _closing(steps: StepRunner) -> AsyncIterator[None]:
+    """When the block ends, wait until the last weights are published and the last checkpoint is written. After an
+    error, cancel what runs beside the steps; after an outage, also write a checkpoint of the last step, unless there is
+    one, and add to the error where the run stands.
+    """
+    checkpoints = steps.checkpoints
     try:
         yield
+        await steps.publication.end()
+        if checkpoints is not None:
+            await asyncio.to_thread(checkpoints.finish, steps.trainer)
     except OutageError as error:
-        if steps.checkpoints is None:
+        if checkpoints is None:
             raise OutageError(
                 f"{error}. The run had no `checkpoints` and begins anew when it is started again"
             ) from error
-        await asyncio.to_thread(steps.save_last, steps.checkpoints)
+        await asyncio.to_thread(checkpoints.save_last, steps.trainer, steps.last)
         raise OutageError(
-            f"{error}. The run stands after {steps.num_made} steps in {steps.checkpoints.folder}: start it again once "
+            f"{error}. The run stands after {steps.num_made} steps in {checkpoints.folder}: start it again once "
             "the engine is there, and it continues from there"
         ) from error
     finally:
-        await steps.close()
+        try:
+            await steps.publication.close()
+            await steps.queue.close()
+        finally:
+            if checkpoints is not None:
+                await asyncio.to_thread(checkpoints.close)
 
 
 def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, config: LoopConfig) -> None:
@@ -182,7 +210,7 @@ def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, con
             "LoopConfig.max_staleness must be 0 with an engine that sleeps during steps (RunObserver.before_update), "
             "or it could not sample then"
         )
-    if config.replaces_groups and not trainer.can_lack_variance:
+    if config.replaces_groups and not trainer.objective.can_lack_variance(trainer.config):
         raise InvalidInputError(
             "LoopConfig.max_replacements must be 0, because the trainer's objective leaves out no group for its equal "
             f"rewards, got {config.max_replacements:g}"

@@ -1,7 +1,7 @@
-"""How new weights leave the trainer: as they are between two steps, or as a copy that is sent while the next are made.
+"""How new weights reach the engines: as they are between two steps, or as a copy that is sent while the next are made.
 
-Of several processes one may publish for all. Which version the engines have is then announced without a collective,
-because the trainers may be in the middle of a step, in which no process may wait for another:
+Of several processes one may publish for all. Which version the engines have is then announced without a collective
+(`Notices`), because the trainers may be in the middle of a step, in which no process may wait for another:
 
     process 0    announce(4): publish version 4
     process 1    wait_for(4) ──► its sampler: groups may start
@@ -11,22 +11,131 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from uuid import uuid4
 
-import torch.distributed
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+import torch
+from torch.profiler import record_function
 
 from unbroken.errors import EngineError
+from unbroken.timeline import Timeline, Track
+from unbroken.training.metrics.step_log import StepLog
+from unbroken.training.outages import Outages
+from unbroken.training.queue import GroupQueue
 from unbroken.training.trainer import Trainer
-from unbroken.training.waits import from_all_processes, log_waiting
+from unbroken.training.waits import Notices, log_waiting
 from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import CastingPublisher, WeightPublisher, WeightUpdate
 from unbroken.weights.sources import WeightStream
 
-_POLL_S = 0.01
-_TAKEN, _FAILED = "taken", "failed"
+
+class Publication:
+    """Gives the engines of one run the trainer's weights. All processes call its methods together."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        publisher: WeightPublisher | None,
+        queue: GroupQueue,
+        outages: Outages,
+        notices: Notices,
+        *,
+        timeline: Timeline,
+        log: StepLog,
+    ) -> None:
+        """`publisher` is None in a process whose engine another process publishes to. Groups of `queue` that wait for a
+        version may start once it is published.
+        """
+        self._trainer = trainer
+        self._publisher = publisher
+        self._queue = queue
+        self._outages = outages
+        self._notices = notices
+        self._timeline = timeline
+        self._log = log
+        self._beside: asyncio.Task[int | None] | None = None
+        """Publishes a copy of the weights, beside the next step. Its result is the version; None after an error."""
+
+    async def publish(self) -> None:
+        """Publish the weights as they are, while nothing is sampled. If the engine is gone, wait until it has them.
+
+        Raises:
+            OutageError: the engine stayed away for `OutageConfig.wait_s`, or there is none to wait for.
+        """
+        version = self._trainer.policy_version
+        with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
+            update = await self._outages.publish()
+        self._note_published(version)
+        self._log.end_publication(update, lost_s=self._outages.take_metrics()["seconds/outages"])
+
+    async def begin(self) -> None:
+        """Copy the weights, and publish the copy beside the next step; the publication before it has ended by then."""
+        await self.end()
+        version = self._trainer.policy_version
+        if self._queue.engine_version == version:  # the wait ended an outage, after which these were published
+            return
+        with self._timeline.span("snapshot"):
+            weights = await copy_weights(self._trainer, self._publisher)
+        self._beside = asyncio.create_task(self._publish_beside(weights, version))
+
+    async def end(self) -> None:
+        """Wait for the publication beside the steps, in all processes; if it lost the engine, until that is back."""
+        if self._beside is None:
+            return
+        version, self._beside = await self._beside, None
+        if await self._queue.meet(self._trainer):
+            await self.recover()
+        elif version is not None:
+            self._queue.set_engine_version(version)
+
+    async def recover(self) -> None:
+        """Wait in all processes until the engines are back, and give them the trainer's weights before a group starts.
+
+        An engine that comes back has the weights that it was started with, and may have missed a publication besides.
+        Groups in flight on engines that are there are not cut off.
+        """
+        with self._timeline.span("outage"):
+            if self._beside is not None:
+                await self._beside  # if it failed, that is why this was called, or the next meeting raises it
+                self._beside = None
+            await self._outages.recover(self._queue.lost)
+            self._queue.end_outage(self._trainer.policy_version)
+
+    async def close(self) -> None:
+        """Cancel what runs beside the steps."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def _publish_beside(self, weights: WeightStream | None, version: int) -> int | None:
+        """Publish the copy; in a process without a publisher, wait for the one that publishes for it.
+
+        Returns the version if nothing was raised. No error leaves this, for it is awaited only where the processes
+        meet: the queue keeps it until then, and starts no group.
+        """
+        try:
+            with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER):
+                if self._publisher is None or weights is None:
+                    is_taken = await self._notices.wait_for(version)
+                else:
+                    waiting = log_waiting(f"policy version {version} to be taken by the engine")
+                    async with self._notices.announce(version), waiting:
+                        update = await self._publisher.publish(weights, policy_version=version)
+                    is_taken = True
+                    self._log.end_publication_beside(update)
+        except EngineError as error:
+            self._queue.lose(error)
+            return None
+        except Exception as error:
+            self._queue.fail(error)
+            return None
+        if is_taken:  # if not, the process that publishes has the error, and raises it when they meet
+            self._outages.require_newest(version)
+            self._note_published(version)
+        return version
+
+    def _note_published(self, version: int) -> None:
+        """The engine has this version: groups that waited for it may start."""
+        self._queue.set_engine_version(version)
+        self._timeline.count("version, published", version=version)
 
 
 async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
@@ -79,44 +188,3 @@ def _copy(weights: WeightStream, dtype: str | None) -> WeightStream:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return WeightStream(weights.specs, copies)
-
-
-class Notices:
-    """What became of each version, in the key-value store that the processes met in. Made by `open`."""
-
-    def __init__(self, store: Store | None, *, is_main_process: bool) -> None:
-        """There is no store in a run of one process."""
-        self._store = store
-        self._is_main_process = is_main_process
-
-    @classmethod
-    async def open(cls, trainer: Trainer) -> Notices:
-        """Agree with the other processes on keys that no other run of theirs uses."""
-        name = (await from_all_processes(trainer, uuid4().hex))[0]
-        if not torch.distributed.is_initialized():
-            return cls(None, is_main_process=True)
-        store = PrefixStore(f"unbroken/published/{name}", _get_default_store())
-        return cls(store, is_main_process=trainer.is_main_process)
-
-    @asynccontextmanager
-    async def announce(self, version: int) -> AsyncIterator[None]:
-        """Tell the others that the engine has taken this version, or if the block raises that it has not.
-
-        Of several processes that publish, each to its own engine, the main process speaks for all.
-        """
-        posted = _FAILED
-        try:
-            yield
-            posted = _TAKEN
-        finally:
-            if self._store is not None and self._is_main_process:
-                await asyncio.to_thread(self._store.set, str(version), posted)
-
-    async def wait_for(self, version: int) -> bool:
-        """Wait until another process has announced what became of this version, and return whether it was taken."""
-        if self._store is None:
-            return False
-        while not await asyncio.to_thread(self._store.check, [str(version)]):  # noqa: ASYNC110  # of another process
-            await asyncio.sleep(_POLL_S)
-        posted: bytes = await asyncio.to_thread(self._store.get, str(version))
-        return posted.decode() == _TAKEN

@@ -18,14 +18,16 @@ from typing import Any
 
 from unbroken.counters import Effort, count_effort
 from unbroken.errors import EngineError
-from unbroken.rollout.failures import must_propagate, to_exception
+from unbroken.rollout.failures import to_exception
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, Track
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import GroupNumbers, GroupSource
+from unbroken.training.metrics.step_log import IdleTimes, loop_time_s
 from unbroken.training.outages import Outages
-from unbroken.training.step_metrics import IdleTimes, loop_time_s
 from unbroken.training.sums import Sums
+from unbroken.training.trainer import Trainer
+from unbroken.training.waits import in_any_process, raise_together
 
 SAMPLED = "group in flight"
 QUEUED = "group in the queue"
@@ -40,7 +42,7 @@ _READY = 1 / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupCounts(Sums):
+class GroupCounts(Sums):
     """What became of the groups of a process that were not trained, since the step before."""
 
     num_dropped: int = 0
@@ -63,11 +65,13 @@ class StepGroups:
     step: int
     """From 0."""
     groups: Sequence[TrajectoryGroup]
-    counts: _GroupCounts
+    counts: GroupCounts
     waited_s: float
     """How long the trainer waited for them."""
     since_last_s: float
     """Since the groups of the step before were taken, or the loop began."""
+    idle: Mapping[str, float | None]
+    """Shares of the time since then, and means over it (`IdleTimes.take_metrics`)."""
     state: Mapping[str, Any]
     """For the checkpoint: which groups are trained after this step (`GroupNumbers.state`), and the source's choices."""
     replaced: Sequence[TrajectoryGroup] = ()
@@ -158,7 +162,7 @@ class GroupQueue:
     """How many of these are. Counted, because a step may have thousands of groups, each of which is looked at."""
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _num_outages: int = field(init=False, default=0)
-    _counts: _GroupCounts = field(init=False, default_factory=_GroupCounts)
+    _counts: GroupCounts = field(init=False, default_factory=GroupCounts)
     _taken_s: float | None = field(init=False, default=None)
     """When the groups of the step before were taken, or the first ones waited for."""
     _waited_s: float = field(init=False, default=0.0)
@@ -230,14 +234,15 @@ class GroupQueue:
         since_last_s, self._taken_s = now_s - (now_s if self._taken_s is None else self._taken_s), now_s
         self._adapt_limit(since_last_s=since_last_s)
         replaced, self._replaced = self._replaced, {}
-        counts, self._counts = self._counts, _GroupCounts()
+        counts, self._counts = self._counts, GroupCounts()
         of_step = StepGroups(
             step=step,
             groups=[live.group for live in chosen if live.group is not None],
             replaced=[replaced[number] for number in sorted(replaced)],
-            counts=counts + _GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
+            counts=counts + GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
             waited_s=waited_s,
             since_last_s=since_last_s,
+            idle=self.idle.take_metrics(),
             state=self._get_state(),
         )
         self.set_next_version(next_version)
@@ -262,7 +267,7 @@ class GroupQueue:
             self._live.append(live)
             task = asyncio.create_task(self._sample(live))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._end_task)
             self.timeline.begin_lane(SAMPLED, number, version=live.oldest_version)
             self._show_counts()
 
@@ -294,6 +299,12 @@ class GroupQueue:
         self.failure = self.failure or error
         self._changed.set()
 
+    async def meet(self, trainer: Trainer) -> bool:
+        """Meet the other processes: a failure of one is raised in all. Returns whether any has lost its engine."""
+        is_lost = self.lost is not None
+        await raise_together(trainer, self.failure)
+        return await in_any_process(trainer, is_lost)
+
     async def close(self) -> None:
         """Cancel what is in flight, and wait until it has ended."""
         for task in self._tasks:
@@ -301,26 +312,7 @@ class GroupQueue:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _sample(self, live: _LiveGroup) -> None:
-        """Sample a group; it is then finished, replaced, dropped or lost, or the run ends with its error."""
-        try:
-            found = await self._sample_or_lose(live)
-            is_replaced = not isinstance(found, EngineError) and self._is_replaced(found)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:
-            # Rust parts of a package raise panics that are no Exception, and user code may cancel its own task: nobody
-            # awaits this one, so the trainer would wait for the group for ever.
-            if must_propagate(error):  # the run ends
-                raise
-            self.fail(to_exception(error))
-            return
-        if isinstance(found, EngineError):
-            self._lose_group(live, found)
-        else:
-            self._finish(live, found, is_replaced=is_replaced)
-
-    async def _sample_or_lose(self, live: _LiveGroup) -> TrajectoryGroup | EngineError:
-        """The group, or the error by which it was lost with its engine."""
+        """Sample a group; it is then finished, replaced or dropped, or lost with its engine."""
         try:
             with count_effort(live.effort):
                 group = await self.source.sample(live.number)
@@ -329,10 +321,28 @@ class GroupQueue:
             # An engine that is there has refused the request, and would refuse it again.
             if not await self.outages.is_outage(error):
                 raise
-            return error
-        return group if lost is None else lost
+            self._lose_group(live, error)
+            return
+        if lost is None:
+            self._finish(live, group)
+        else:
+            self._lose_group(live, lost)
 
-    def _finish(self, live: _LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        """Let any error of a group's task end the run: nobody awaits the task, so the trainer would wait for the group
+        for ever. Also one that is no `Exception`: Rust parts of a package raise panics, and user code may cancel its
+        own task.
+        """
+        self._tasks.discard(task)
+        try:
+            error = task.exception()
+        except asyncio.CancelledError as cancelled:
+            error = cancelled
+        if error is not None:
+            self.fail(to_exception(error))
+
+    def _finish(self, live: _LiveGroup, group: TrajectoryGroup) -> None:
+        is_replaced = self._is_replaced(group)
         live.group = group
         self._num_finished += 1
         live.oldest_version = min(group.sampled_versions, default=live.oldest_version)
@@ -356,13 +366,13 @@ class GroupQueue:
     def _drop(self, live: _LiveGroup) -> None:
         self._remove(live)
         self.numbers.put_back(live.number)
-        self._counts += _GroupCounts(num_dropped=1, num_dropped_ids=live.effort.num_ids)
+        self._counts += GroupCounts(num_dropped=1, num_dropped_ids=live.effort.num_ids)
         self._end_lane(live, QUEUED, "dropped")
 
     def _lose_group(self, live: _LiveGroup, error: EngineError) -> None:
         self._remove(live)
         self.numbers.put_back(live.number)
-        self._counts += _GroupCounts(num_lost=1, num_lost_ids=live.effort.num_ids)
+        self._counts += GroupCounts(num_lost=1, num_lost_ids=live.effort.num_ids)
         self._end_lane(live, SAMPLED, "lost")
         # One that was started before an outage that is over says nothing of the engine as it is now.
         if live.has_seen_outages == self._num_outages:

@@ -26,10 +26,8 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, InvariantError, UnbrokenError
 from unbroken.images.processor import ImageProcessor
-from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.backend import TrainerBackend
 from unbroken.training.checks import check_lengths, check_parts, check_trainable, check_units
 from unbroken.training.config import OldLogprobs, Reference, TrainerConfig
@@ -117,18 +115,15 @@ class Trainer:
         """Of the last update, with `entropy_control`."""
         self._recomputes = self.objective.get_old_logprobs(config) is OldLogprobs.RECOMPUTE
 
-    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[Any]:
-        """The units of this process's groups, for `step` (`Objective.make_units`)."""
-        return await self.objective.make_units(groups, counters, self._config, self._processes)
-
-    def has_variance(self, group: TrajectoryGroup) -> bool:
-        """Whether a group need not be replaced for its equal rewards (`Objective.has_variance`)."""
-        return self.objective.has_variance(group, self._config)
+    @property
+    def config(self) -> TrainerConfig:
+        """What the methods of its objective get."""
+        return self._config
 
     @property
-    def can_lack_variance(self) -> bool:
-        """Whether groups can be replaced for their equal rewards (`Objective.can_lack_variance`)."""
-        return self.objective.can_lack_variance(self._config)
+    def processes(self) -> Processes:
+        """Those that train together, for units and advantages that all of their groups decide."""
+        return self._processes
 
     def step(self, units: Sequence[Any]) -> StepStats:
         """Train on each unit `num_iterations` times, in up to `num_minibatches` updates each, and raise the policy

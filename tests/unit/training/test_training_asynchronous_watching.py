@@ -9,8 +9,8 @@ import pytest
 from support.pretend import PretendEngine, PretendSource, PretendTrainer, pretend_to_train
 from unbroken.timeline import Timeline, TraceFile, read_timeline
 from unbroken.training.config import LoopConfig
+from unbroken.training.metrics.step_log import IdleTimes
 from unbroken.training.queue import QUEUED, SAMPLED
-from unbroken.training.step_metrics import IdleTimes
 
 
 def test_idle_shares_and_means_are_those_of_the_time_between_two_steps():

@@ -14,8 +14,8 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.step_metrics import ZeroVariance, compare_zero_variance
 from unbroken.training.trainer import Trainer
+from unbroken.training.untrained import ZeroVariance, compare_zero_variance
 
 FAILED = trajectory(None, status=TrajectoryStatus.FAILED)
 MEMBERS = [trajectory(1.0, prompt=(k, 6), completion=sampled(*range(7, 8 + k))) for k in range(5)]

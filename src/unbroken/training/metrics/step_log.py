@@ -1,27 +1,18 @@
-"""What a step measures besides the update itself: its times, who was idle, and rows that it does not train on."""
+"""The log of a run's steps: the seconds of each part of a step, who was idle, and how much memory is left."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from unbroken.ledger.export import export_samples
-from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.metrics.mismatch import Mismatch, mismatch
-from unbroken.training.metrics.stats import mismatch_metrics
 from unbroken.training.metrics.writer import Metrics
-from unbroken.training.trainer import Trainer
-from unbroken.types import Logprobs, TrainingSample
 from unbroken.weights.base import WeightUpdate
 
 
@@ -92,6 +83,8 @@ class StepLog:
 
     def __init__(self, *, is_ahead: bool, metrics: Metrics | None = None) -> None:
         """The first step begins now. `metrics` are those of the step after which a run continues."""
+        self.sampling_s = 0.0
+        """In which the step's groups, or as many others, were sampled."""
         self._is_ahead = is_ahead
         self._metrics: dict[str, float | int | None] = dict(metrics or {})
         self._beside: Metrics = {}
@@ -126,19 +119,18 @@ class StepLog:
         finally:
             self._spans[name] += time.perf_counter() - began_s
 
-    def begin(self, waited_s: float, *, since_last_s: float, lost: Mapping[str, float], sampler: Metrics) -> float:
-        """Begin a step when its groups are taken; returns the seconds in which they, or as many others, were sampled.
+    def begin(self, waited_s: float, *, since_last_s: float, lost: Mapping[str, float]) -> None:
+        """Begin a step when its groups are taken.
 
         Without `max_staleness` the step begins when it waits for them, and they take what it waits, without outages.
         With it, the step begins once the one before is made, and they take the time between two steps.
         """
-        sampling_s = waited_s - lost["seconds/outages"]
+        self.sampling_s = waited_s - lost["seconds/outages"]
         self._began_s = time.perf_counter() - waited_s
         if self._is_ahead:
-            self._began_s, sampling_s = self._made_s, since_last_s
+            self._began_s, self.sampling_s = self._made_s, since_last_s
         self._metrics = {name: number + self._lost_after_step.get(name, 0) for name, number in lost.items()}
-        self._metrics |= {**sampler, "seconds/collect": waited_s if self._is_ahead else sampling_s}
-        return sampling_s
+        self._metrics["seconds/collect"] = waited_s if self._is_ahead else self.sampling_s
 
     def end_update(self, metrics: Metrics) -> None:
         """The update is made, with these metrics."""
@@ -199,6 +191,15 @@ class StepLog:
         return {**serial, **logged}
 
 
+def _update_metrics(update: WeightUpdate) -> Metrics:
+    """The metrics of an update of the engines' weights."""
+    return {
+        "weights/num_bytes": update.num_bytes,
+        "weights/num_missed": len(update.missed_by),
+        "seconds/publish": update.seconds,
+    }
+
+
 _KERNEL_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _KIB = 1024
 
@@ -225,113 +226,3 @@ def _list_available_shares() -> Iterator[float]:
         stats = dict(line.split() for line in (_GROUP / "memory.stat").read_text("ascii").splitlines())
         # Files that were read count as used, and are dropped before any process is.
         yield 1 - max(0, used - int(stats.get("inactive_file", 0))) / bound
-
-
-_REASONS = {
-    "counters/status/timeout": "timed out",
-    "counters/dropped_rows/failed": "failed",
-    "counters/dropped_rows/aborted": "were aborted by the engine",
-    "counters/dropped_rows/unscored": "have no score",
-    "counters/dropped_rows/small_group": "have no sibling to compare with",
-    "counters/dropped_rows/masked": "are masked, because a length limit cut them",
-    "counters/dropped_rows/nothing_sampled": "sampled nothing",
-}
-
-
-def explain_empty(logged: Metrics) -> str:
-    """Why a step trained nothing, in counts over all processes."""
-    found = []
-    if equal := logged["groups/num_zero_variance"]:
-        compared, mean = logged["groups/num_compared"], logged["reward/mean"]
-        found.append(f"{equal} of {compared} groups have equal rewards (the mean is {mean:.3g})")
-    rollouts = logged["rollout/num_trajectories"]
-    found += [f"{logged[name]} of {rollouts} rollouts {words}" for name, words in _REASONS.items() if logged.get(name)]
-    if too_old := logged.get("sampler/num_dropped"):
-        found.append(f"{too_old} groups were too old (max_staleness)")
-    return "; ".join(found) or "there were no rollouts to train on"
-
-
-def _update_metrics(update: WeightUpdate) -> Metrics:
-    """The metrics of an update of the engines' weights."""
-    return {
-        "weights/num_bytes": update.num_bytes,
-        "weights/num_missed": len(update.missed_by),
-        "seconds/publish": update.seconds,
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroVariance:
-    """The mismatch of rows that are sampled but not trained on, because every advantage of their group is zero.
-
-    The trained rows are only a part of the sampled ones, and none once a task is solved. So some rows of the other
-    groups are scored before the update, and count in `mismatch/kl` by the number of ids, over all processes:
-
-        trained          300 ids, k3 2e-7
-        zero variance    100 ids, of which 40 were scored: k3 6e-7
-        mismatch/kl      (300 * 2e-7 + 100 * 6e-7) / 400 = 3e-7
-    """
-
-    num_tokens: int
-    """Their loss tokens."""
-    scored: Mismatch | None
-    """Trainer against sampler on the rows that were scored; None if there were none."""
-
-    def get_metrics(self, trained: Metrics) -> Metrics:
-        """The metrics to log beside those of the rows that were trained on."""
-        num_trained, k3 = trained["train/num_loss_tokens"] or 0, trained["mismatch/k3"] or 0.0
-        all_k3: float | None = k3
-        if self.num_tokens > 0:
-            all_k3 = None
-            if self.scored is not None:
-                all_k3 = (num_trained * k3 + self.num_tokens * self.scored.k3) / (num_trained + self.num_tokens)
-        return {
-            "mismatch/kl": all_k3,
-            "mismatch/num_zero_variance_tokens": self.num_tokens,
-            "mismatch/zero_variance_k3": None if self.scored is None else self.scored.k3,
-            "mismatch/zero_variance_max_abs": None if self.scored is None else self.scored.max_abs,
-        }
-
-
-def compare_zero_variance(
-    trainer: Trainer, rows: Sequence[Sequence[TrainingSample]], *, num_scored: int
-) -> ZeroVariance:
-    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`, and check that they are of one policy.
-
-    Blocks; every process calls it. Raises as `Trainer.check_policy` does.
-    """
-    evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
-    pairs = _score([row for of_member in evenly_spread for row in of_member], trainer)
-    num_tokens = sum(int(row.loss_mask.sum()) for of_member in rows for row in of_member)
-    everyone = trainer.from_all_processes((num_tokens, pairs))
-    seen = [pair for _, of_process in everyone for pair in of_process]
-    scored = mismatch(*(np.concatenate(side) for side in zip(*seen, strict=True))) if seen else None
-    return ZeroVariance(num_tokens=sum(of_process for of_process, _ in everyone), scored=scored)
-
-
-def _score(rows: Sequence[TrainingSample], trainer: Trainer) -> list[tuple[Logprobs, Logprobs]]:
-    """The trainer's and the sampler's logprobs of each row's loss tokens, which must be those of one policy."""
-    if not trainer.in_any_process(bool(rows)):
-        return []
-    logprobs = trainer.logprobs(rows)
-    trainer.check_policy(rows, logprobs)
-    return [
-        (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask]) for row, of_row in zip(rows, logprobs, strict=True)
-    ]
-
-
-def compare_untrained(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, num_scored: int) -> Metrics:
-    """The mismatch of a step that trains nothing: its rollouts show as well whether both have one policy (I9).
-
-    A sampler that speaks garbage earns no rewards, so no step would be trained, and none compared. Blocks; raises as
-    `Trainer.check_policy` does.
-    """
-    rows = [
-        sampled
-        for group in groups
-        for trajectory in group.trajectories
-        if (sampled := export_samples(trajectory.tree, 0.0))
-    ]
-    rows = [of_one for of_one in rows if of_one[0].temperature == rows[0][0].temperature]  # as a pass has one
-    found = compare_zero_variance(trainer, rows, num_scored=max(num_scored, 1))
-    return {} if found.scored is None else {**mismatch_metrics(found.scored), "mismatch/kl": found.scored.k3}

@@ -1,0 +1,133 @@
+"""What a step samples but does not train on: why, and whether trainer and sampler have one policy on it too (I9)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from unbroken.errors import RolloutError
+from unbroken.ledger.export import export_samples
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.config import LoopConfig
+from unbroken.training.metrics.mismatch import Mismatch, mismatch
+from unbroken.training.metrics.stats import mismatch_metrics
+from unbroken.training.metrics.writer import Metrics
+from unbroken.training.trainer import Trainer
+from unbroken.types import Logprobs, TrainingSample
+
+_REASONS = {
+    "counters/status/timeout": "timed out",
+    "counters/dropped_rows/failed": "failed",
+    "counters/dropped_rows/aborted": "were aborted by the engine",
+    "counters/dropped_rows/unscored": "have no score",
+    "counters/dropped_rows/small_group": "have no sibling to compare with",
+    "counters/dropped_rows/masked": "are masked, because a length limit cut them",
+    "counters/dropped_rows/nothing_sampled": "sampled nothing",
+}
+"""The counters of rollouts that gave no row to train, and what they say of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroVariance:
+    """The mismatch of rows that are sampled but not trained on, because every advantage of their group is zero.
+
+    The trained rows are only a part of the sampled ones, and none once a task is solved. So some rows of the other
+    groups are scored before the update, and count in `mismatch/kl` by the number of ids, over all processes:
+
+        trained          300 ids, k3 2e-7
+        zero variance    100 ids, of which 40 were scored: k3 6e-7
+        mismatch/kl      (300 * 2e-7 + 100 * 6e-7) / 400 = 3e-7
+    """
+
+    num_tokens: int
+    """Their loss tokens."""
+    scored: Mismatch | None
+    """Trainer against sampler on the rows that were scored; None if there were none."""
+
+    def get_metrics(self, trained: Metrics) -> Metrics:
+        """The metrics to log beside those of the rows that were trained on."""
+        num_trained, k3 = trained["train/num_loss_tokens"] or 0, trained["mismatch/k3"] or 0.0
+        all_k3: float | None = k3
+        if self.num_tokens > 0:
+            all_k3 = None
+            if self.scored is not None:
+                all_k3 = (num_trained * k3 + self.num_tokens * self.scored.k3) / (num_trained + self.num_tokens)
+        return {
+            "mismatch/kl": all_k3,
+            "mismatch/num_zero_variance_tokens": self.num_tokens,
+            "mismatch/zero_variance_k3": None if self.scored is None else self.scored.k3,
+            "mismatch/zero_variance_max_abs": None if self.scored is None else self.scored.max_abs,
+        }
+
+
+def compare_zero_variance(
+    trainer: Trainer, rows: Sequence[Sequence[TrainingSample]], *, num_scored: int
+) -> ZeroVariance:
+    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`, and check that they are of one policy.
+
+    Blocks; every process calls it. Raises as `Trainer.check_policy` does.
+    """
+    evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
+    pairs = _score([row for of_member in evenly_spread for row in of_member], trainer)
+    num_tokens = sum(int(row.loss_mask.sum()) for of_member in rows for row in of_member)
+    everyone = trainer.from_all_processes((num_tokens, pairs))
+    seen = [pair for _, of_process in everyone for pair in of_process]
+    scored = mismatch(*(np.concatenate(side) for side in zip(*seen, strict=True))) if seen else None
+    return ZeroVariance(num_tokens=sum(of_process for of_process, _ in everyone), scored=scored)
+
+
+def _score(rows: Sequence[TrainingSample], trainer: Trainer) -> list[tuple[Logprobs, Logprobs]]:
+    """The trainer's and the sampler's logprobs of each row's loss tokens, which must be those of one policy."""
+    if not trainer.in_any_process(bool(rows)):
+        return []
+    logprobs = trainer.logprobs(rows)
+    trainer.check_policy(rows, logprobs)
+    return [
+        (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask]) for row, of_row in zip(rows, logprobs, strict=True)
+    ]
+
+
+def compare_untrained(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, num_scored: int) -> Metrics:
+    """The mismatch of a step that trains nothing: its rollouts show as well whether both have one policy (I9).
+
+    A sampler that speaks garbage earns no rewards, so no step would be trained, and none compared. Blocks; raises as
+    `Trainer.check_policy` does.
+    """
+    rows = [
+        sampled
+        for group in groups
+        for trajectory in group.trajectories
+        if (sampled := export_samples(trajectory.tree, 0.0))
+    ]
+    rows = [of_one for of_one in rows if of_one[0].temperature == rows[0][0].temperature]  # as a pass has one
+    found = compare_zero_variance(trainer, rows, num_scored=max(num_scored, 1))
+    return {} if found.scored is None else {**mismatch_metrics(found.scored), "mismatch/kl": found.scored.k3}
+
+
+def explain_empty(logged: Metrics) -> str:
+    """Why a step trained nothing, in counts over all processes."""
+    found = []
+    if equal := logged["groups/num_zero_variance"]:
+        compared, mean = logged["groups/num_compared"], logged["reward/mean"]
+        found.append(f"{equal} of {compared} groups have equal rewards (the mean is {mean:.3g})")
+    rollouts = logged["rollout/num_trajectories"]
+    found += [f"{logged[name]} of {rollouts} rollouts {words}" for name, words in _REASONS.items() if logged.get(name)]
+    if too_old := logged.get("sampler/num_dropped"):
+        found.append(f"{too_old} groups were too old (max_staleness)")
+    return "; ".join(found) or "there were no rollouts to train on"
+
+
+def make_empty_error(reasons: str, config: LoopConfig, checkpoint: Path | None) -> RolloutError:
+    """The error that ends a run after `max_empty_steps`; reasons and checkpoint are those of the last one."""
+    model = "" if checkpoint is None else f"`unbroken export {checkpoint} MODEL` writes the model of the last step. "
+    return RolloutError(
+        f"{config.max_empty_steps} steps in a row trained nothing; of the last one, {reasons}. {model}"
+        "Take problems that the policy solves sometimes, more rollouts of each (rollouts.group_size), or limits "
+        "that let them end (rollouts.limits). "
+        f"LoopConfig.max_empty_steps ({config.max_empty_steps}) is how many such steps a run may make; with "
+        "none it continues (--loop.max-empty-steps none)"
+    )
