@@ -46,5 +46,7 @@ def test_a_run_ends_well_after_its_engine_its_sampler_and_its_trainer_were_kille
     versions = [step["train/policy_version"] for step in steps]
     assert versions == sorted(versions)
     assert sorted(run.problems()) == list(range(2 * NUM_STEPS))
-    assert all(step["staleness/max"] == 0 and step["mismatch/k3"] < 1e-2 for step in steps)
+    trained = [step for step in steps if step["train/num_rows"] > 0]  # a random model's rewards can be equal
+    assert len(trained) >= NUM_STEPS // 2
+    assert all(step["staleness/max"] == 0 and step["mismatch/k3"] < 1e-2 for step in trained)
     assert all(len(run.reasons(name)) == 1 for name in ("engine-0", "trainers"))
