@@ -27,8 +27,7 @@ def test_a_run_ends_well_after_its_engine_its_sampler_and_its_trainer_were_kille
     local: Any = SimpleNamespace(address="local", environment={})
     own = [
         f"--loop.num-steps={NUM_STEPS}", "--checkpoints.every=1", "--rollouts.group-size=4",
-        "--rollouts.sampling.max-tokens=16", "--seed=1", "--trainer.optimizer.learning-rate=1e-2",
-        "--trainer.optimizer.eps=1e-2",
+        "--rollouts.sampling.max-tokens=16", "--trainer.optimizer.learning-rate=1e-5", "--loop.max-empty-steps=none",
     ]  # fmt: skip
     parts = ["--trainers", "1x1", "--engines", "1", "--samplers", "1"]
     run = ClusterRun(local, tmp_path / "run", model, parts, own, machine=[f"--engine.options={ENGINE}"])
@@ -47,6 +46,6 @@ def test_a_run_ends_well_after_its_engine_its_sampler_and_its_trainer_were_kille
     assert versions == sorted(versions)
     assert sorted(run.problems()) == list(range(2 * NUM_STEPS))
     trained = [step for step in steps if step["train/num_rows"] > 0]  # a random model's rewards can be equal
-    assert len(trained) >= NUM_STEPS // 2
+    assert trained
     assert all(step["staleness/max"] == 0 and step["mismatch/k3"] < 1e-2 for step in trained)
     assert all(len(run.reasons(name)) == 1 for name in ("engine-0", "trainers"))
