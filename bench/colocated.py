@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from grpo_steps import VARIABLE
 from grpo_task import ENGINE_SIZES, SHAPES, save_model
 
 TRL = "two-trl"
@@ -123,7 +124,10 @@ def run(kind: str, command: list[str], folder: Path, limit_s: float) -> list[dic
     began = time.monotonic()
     log = folder / f"{kind}.log"
     with log.open("wb") as written:
-        process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, VARIABLE: str(folder / f"{kind}-steps")},
+        )  # fmt: skip
         shown = 0
         try:
             while process.poll() is None and time.monotonic() - began < limit_s:

@@ -87,14 +87,6 @@ def check(run: ClusterRun, undisturbed: Path | None = None) -> None:
         assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5
 
 
-def kill_part(run: ClusterRun, name: str) -> None:
-    """Kill a part that runs, and wait until that is in the log."""
-    before = len(run.reasons(name))
-    run.wait_until(lambda: run.part(name)["state"] in ("serves", "trains"))
-    os.kill(run.part(name)["pid"], signal.SIGKILL)
-    run.wait_until(lambda: len(run.reasons("trainers" if name.startswith("trainers") else name)) > before)
-
-
 @pytest.fixture
 def disturbed(nodes: Nodes, model: Path, undisturbed: Path, tmp_path: Path) -> Callable[..., ClusterRun]:
     """Runs until something is done to it after some steps, then to its end, and checks it."""
@@ -114,7 +106,7 @@ def disturbed(nodes: Nodes, model: Path, undisturbed: Path, tmp_path: Path) -> C
 
 def test_an_engine_that_is_killed_starts_again_while_the_run_goes_on(disturbed):
     def disturb(run: ClusterRun) -> None:
-        kill_part(run, "engine-0")
+        run.kill("engine-0")
         run.wait_until(lambda: run.part("engine-0")["version"] == run.steps()[-1]["train/policy_version"])
         assert run.part("engine-0")["state"] == "serves"
 
@@ -126,7 +118,7 @@ def test_an_engine_that_is_killed_starts_again_while_the_run_goes_on(disturbed):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_all_trainers_start_again_from_the_checkpoint_after_one_is_killed(disturbed, rank):
-    run = disturbed(lambda run: kill_part(run, f"trainers-{rank}"))
+    run = disturbed(lambda run: run.kill(f"trainers-{rank}"))
     (reason,) = run.reasons("trainers")
     # Whichever is seen first: its own end, or that of the other one, which says whom it lost.
     by_other = f"rank {1 - rank} ended with status 1: rank {rank} of 2 "
@@ -208,7 +200,7 @@ def test_nothing_is_left_after_a_signal_and_the_same_command_continues(nodes, mo
 def test_samplers_that_are_killed_are_replaced_and_nothing_is_lost_or_doubled(disturbed):
     def disturb(run: ClusterRun) -> None:
         for number in (4, 5, 6):
-            kill_part(run, f"sampler-{number % 2}")
+            run.kill(f"sampler-{number % 2}")
             run.wait_for_steps(number)
         run.wait_until(lambda: all(run.part(f"sampler-{k}")["state"] == "serves" for k in range(2)))
 

@@ -15,6 +15,7 @@ from support.forks import commands_as_forks
 from support.watched_run import LONGEST_S, WatchedRun, read_lines
 
 RECIPE = Path(__file__).parent / "letters_recipe.py"
+ON_CPU = ("--cpu", "--engine.options=--engine transformers")
 _STORE_BYTES = 80 * 2**20
 _RAY = {
     "RAY_AUTH_MODE": "token",
@@ -83,21 +84,20 @@ class ClusterRun(WatchedRun):
     """`unbroken cluster run`."""
 
     def __init__(
-        self, nodes: Nodes, output: Path, model: Path, options: Sequence[str], own: Sequence[str], recipe: Path = RECIPE
+        self,
+        nodes: Nodes,
+        output: Path,
+        model: Path,
+        options: Sequence[str],
+        own: Sequence[str],
+        recipe: Path = RECIPE,
+        machine: Sequence[str] = ON_CPU,
     ) -> None:
         self._held = output.with_name(f"{output.name}.held")
-        variables = {
-            **commands_as_forks(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
-        }  # fmt: skip
-        words = [
-            "cluster",
-            "run",
-            recipe,
-            "--address",
-            nodes.address,
-            "--cpu",
-            "--engine.options=--engine transformers",
-        ]
+        # A fork of a process that has imported torch cannot be relied on to use a GPU.
+        forks = commands_as_forks() if machine == ON_CPU else {}
+        variables = {**forks, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        words = ["cluster", "run", recipe, "--address", nodes.address, *machine]
         words += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         words += [*options, "--", f"--output={output}", f"--model={model}", "--rollout-log.groups=none", *own]
         environment = {**variables, **nodes.environment}
@@ -123,6 +123,13 @@ class ClusterRun(WatchedRun):
     def reasons(self, part: str) -> list[str]:
         """Why a part was started again or lost."""
         return [each["reason"] for each in self.events() if each["part"] == part and each["what"] == "restart"]
+
+    def kill(self, name: str) -> None:
+        """Kill a part that runs, and wait until that is in the log."""
+        before = len(self.reasons(name))
+        self.wait_until(lambda: self.part(name)["state"] in ("serves", "trains"))
+        os.kill(self.part(name)["pid"], signal.SIGKILL)
+        self.wait_until(lambda: len(self.reasons("trainers" if name.startswith("trainers") else name)) > before)
 
     def finish(self) -> None:
         """Wait for the end of a run that ends well."""
