@@ -80,7 +80,7 @@ def _find_status(record: SessionRecord) -> str:
 def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
     return {
         "reward": None,
-        "num_sampled": len(turn.sequence.completion_ids),
+        **count_ids(turn.sequence),
         "finish_reason": turn.sequence.finish_reason.value,
         "cut_by": None,
         "bridge": turn.continued == BridgeKind.DERIVED,
@@ -95,6 +95,12 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
         "created_s": round(turn.created_s - stored.record.created_s, 3),
         **describe_policy(turn.policy, turn.sequence),
     }
+
+
+def count_ids(sequence: SampledSequence) -> dict[str, int]:
+    """The keys of a turn that say how many ids it sampled, and how many were given inside it."""
+    num_sampled = sequence.num_sampled
+    return {"num_sampled": num_sampled, "num_forced": len(sequence.completion_ids) - num_sampled}
 
 
 def describe_policy(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:

@@ -8,6 +8,8 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
     policy_versions    [[2, 4, 7], [5, 6, 7]]         [start, stop, value]: equal neighbours are one entry
     loss               [[2, 4], [5, 6]]
     advantages         [[2, 4, 0.5], [5, 6, 0.5]]
+
+Ids of a sampled segment without a version were given inside the completion, to close its reasoning (`num_forced`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from unbroken.runs.records.files import (
     write_records,
 )
 from unbroken.runs.records.paths import (
+    count_ids,
     cut_path,
     describe_branch,
     describe_path,
@@ -211,7 +214,7 @@ def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[
 def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dict[str, Any]:
     return {
         "reward": reward,
-        "num_sampled": len(turn.sequence.completion_ids),
+        **count_ids(turn.sequence),
         "finish_reason": turn.sequence.finish_reason.value,
         "cut_by": None if turn.cut_by is None else turn.cut_by.value,
         "bridge": isinstance(turn.bridge, Bridge),
