@@ -6,8 +6,8 @@ Worked example with N = 3, a prompt 1 2 where 2 opens reasoning, and 8 9 that cl
     second request    prompt 1 2 3 4 5 8 9    what is left        samples 6 7
     the turn          completion_ids 3 4 5 8 9 6 7                8 9 have no logprob and no version (`SampledSequence`)
 
-Two requests with one prefix are what any engine can do. Sampled ids are never taken back, also where the cut divides the
-end of reasoning: a model that spelled `</thi` gets the whole end after it, and those letters stay reasoning. A turn
+Two requests with one prefix are what any engine can do. Sampled ids are never taken back, also where the cut divides
+the end of reasoning: a model that spelled `</thi` gets the whole end after it, and those letters stay reasoning. A turn
 whose reasoning has ended, or never began, is not bounded: its second request continues it as it is.
 """
 

@@ -16,7 +16,6 @@ from unbroken.types.images import ImageSpan, find_misplaced_span
 from unbroken.types.recorded import KeptIds, RoutedExperts, check_kept, routed_experts
 from unbroken.types.sampling import SampleRequest, SamplingParams
 
-
 NO_VERSION = -1
 """The policy version of a token that no engine sampled."""
 
@@ -98,8 +97,8 @@ class SampledSequence:
 
     Every sampled id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last id.
 
-    Ids in no version span were *given* inside the completion, as those that close reasoning which was too long (`then`).
-    An engine gives none. Worked example: 3 4 were sampled, 8 9 given, and 5 was sampled after them:
+    Ids in no version span were *given* inside the completion, as those that close reasoning which was too long
+    (`then`). An engine gives none. Worked example: 3 4 were sampled, 8 9 given, and 5 was sampled after them:
 
         completion_ids     3     4     8    9    5
         rollout_logprobs  -0.1  -0.2  NaN  NaN  -0.3       version_spans  [0, 2)  [4, 5)
@@ -183,7 +182,7 @@ class SampledSequence:
         )
 
     def then(self, given_ids: TokenIds, later: SampledSequence) -> SampledSequence:
-        """This completion, K ids that were given after it, and the completion that was sampled after both."""
+        """Join this completion, K ids that were given after it, and the completion that was sampled after both."""
         start = len(self.completion_ids) + len(given_ids)
         if self.top_logprobs is not None or later.top_logprobs is not None:
             raise InvariantError("completions with top_logprobs cannot be joined: a given id has none")

@@ -4,12 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
+
 from support.fake_renderer import FakeRenderer
 from support.rollouts import play
 from support.scripted_env import ScriptedEnv
 from support.templates import CHATML, QWEN_THINKING
 from support.tokenizers import make_tokenizer
-
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
@@ -207,7 +207,7 @@ def test_what_cannot_be_bounded_exactly_is_refused_by_name(renderer, params, why
 
 def test_an_agent_says_itself_how_much_it_thinks():
     with pytest.raises(
-        InvalidInputError, match="rollouts.limits.thinking_tokens must be left out with an agent, got 5"
+        InvalidInputError, match=r"rollouts\.limits\.thinking_tokens must be left out with an agent, got 5"
     ):
         asyncio.run(
             run_agent_group(None, 1, gateway=None, task={}, sampling=SamplingParams(), limits=Limits(thinking_tokens=5))
