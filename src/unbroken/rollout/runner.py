@@ -406,13 +406,10 @@ class _Policy:
         )
         if self.bound is None:
             return await self._ask_engine(request)
-        return await self.bound.finish(
-            request,
-            await self._ask_engine(self.bound.limit(request)),
-            context_length=self.engine.context_length,
-            sample=self._ask_engine,
-            run_in_thread=functools.partial(_run_in_renderer_thread, self.renderer),
-        )
+        first = await self._ask_engine(self.bound.limit(request))
+        plan = functools.partial(self.bound.plan_rest, request, first, context_length=self.engine.context_length)
+        rest = await _run_in_renderer_thread(self.renderer, plan)
+        return first if rest is None else first.then(rest.given_ids, await self._ask_engine(rest.request))
 
     async def _ask_engine(self, request: SampleRequest) -> SampledSequence:
         result = await self.engine.sample(request)

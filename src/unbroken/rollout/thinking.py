@@ -13,9 +13,7 @@ whose reasoning has ended, or never began, is not bounded: its second request co
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -24,13 +22,15 @@ from unbroken.rendering.base import ClosesReasoning, Renderer
 from unbroken.rollout.seeds import derive_seed
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids
 
-_T = TypeVar("_T")
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What follows the first part of a turn."""
 
-class _RunInThread(Protocol):
-    """Runs a function that uses the renderer."""
-
-    def __call__(self, function: Callable[[], _T], /) -> Awaitable[_T]: ...
+    given_ids: TokenIds
+    """None of them if the turn is not in its reasoning."""
+    request: SampleRequest
+    """What is sampled after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,42 +68,32 @@ class ThinkingBound:
         params = request.params
         return replace(request, params=replace(params, max_tokens=min(self.num_ids, params.max_tokens)))
 
-    async def finish(
-        self,
-        request: SampleRequest,
-        first: SampledSequence,
-        *,
-        context_length: int,
-        sample: Callable[[SampleRequest], Awaitable[SampledSequence]],
-        run_in_thread: _RunInThread,
-        index: int = 0,
-    ) -> SampledSequence:
-        """The whole completion `index` of a request, whose `first` part was sampled by `limit(request)`.
+    def plan_rest(
+        self, request: SampleRequest, first: SampledSequence, *, context_length: int, index: int = 0
+    ) -> Rest | None:
+        """What follows the `first` part of completion `index`, which was sampled by `limit(request)`; None if nothing.
 
-        It is the first part alone if that has ended, or if the context has no room for the end of its reasoning and one
-        id more.
+        Nothing follows if the completion has ended, or if the context has no room for the end of its reasoning and one
+        id more. Blocks: it reads the completion.
         """
         num_sampled, params = len(first.completion_ids), request.params
         is_cut = first.finish_reason is FinishReason.LENGTH and num_sampled >= self.num_ids
         if not is_cut or num_sampled >= params.max_tokens:
-            return first
-        given = await run_in_thread(lambda: self._choose_given(request.prompt_ids, first.completion_ids))
-        prompt_ids = np.concatenate([request.prompt_ids, first.completion_ids, given])
+            return None
+        given_ids = self._choose_given(request.prompt_ids, first.completion_ids)
+        prompt_ids = np.concatenate([request.prompt_ids, first.completion_ids, given_ids])
         num_left = min(params.max_tokens - num_sampled, context_length - len(prompt_ids))
         if num_left < 1:
-            return first
-        # The same seed would draw the same numbers again.
-        seed = derive_seed(params.seed, 1, index)
-        later = await sample(
-            replace(
-                request,
-                request_id=f"{request.request_id}+{index}",
-                prompt_ids=prompt_ids,
-                n=1,
-                params=replace(params, max_tokens=num_left, seed=seed),
-            )
+            return None
+        later = replace(
+            request,
+            request_id=f"{request.request_id}+{index}",
+            prompt_ids=prompt_ids,
+            n=1,
+            # The same seed would draw the same numbers again.
+            params=replace(params, max_tokens=num_left, seed=derive_seed(params.seed, 1, index)),
         )
-        return first.then(given, later)
+        return Rest(given_ids=given_ids, request=later)
 
     def _choose_given(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> TokenIds:
         """The ids to give after the first part of a turn: none if it is not in its reasoning."""
