@@ -138,13 +138,18 @@ def match_turns(rows: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
             if segment["origin"] == "sampled":
                 node, length = segment["node"], segment["stop"] - segment["start"]
                 lengths[node] = max(length, lengths.get(node, 0))
-    lengths_of_turns = [turn["num_sampled"] + turn.get("num_forced", 0) for turn in turns]
-    numbered = [(number, length) for number, length in enumerate(lengths_of_turns) if length]
+    numbered = [(number, length) for number, turn in enumerate(turns) if (length := _count_ids(turn))]
     nodes = sorted(lengths.items())
     if len(numbered) == len(nodes):
         return {node: number for (node, _), (number, _) in zip(nodes, numbered, strict=True)}
     first, last = _match_lengths(nodes, numbered), _match_lengths(nodes[::-1], numbered[::-1])
     return {node: number for node, number in first.items() if last.get(node) == number}
+
+
+def _count_ids(turn: Mapping[str, Any]) -> int:
+    """The ids of a turn's completion, with those that were given inside it."""
+    number: int = turn["num_sampled"] + turn.get("num_forced", 0)
+    return number
 
 
 def _match_lengths(nodes: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> dict[int, int]:

@@ -409,7 +409,7 @@ class _Policy:
         first = await self._ask_engine(self.bound.limit(request))
         plan = functools.partial(self.bound.plan_rest, request, first, context_length=self.engine.context_length)
         rest = await _run_in_renderer_thread(self.renderer, plan)
-        return first if rest is None else first.then(rest.given_ids, await self._ask_engine(rest.request))
+        return first if rest is None else first.then(rest[0], await self._ask_engine(rest[1]))
 
     async def _ask_engine(self, request: SampleRequest) -> SampledSequence:
         result = await self.engine.sample(request)

@@ -24,16 +24,6 @@ from unbroken.types import FinishReason, SampledSequence, SampleRequest, Samplin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
-    """What follows the first part of a turn."""
-
-    given_ids: TokenIds
-    """None of them if the turn is not in its reasoning."""
-    request: SampleRequest
-    """What is sampled after them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBound:
     """Closes the reasoning of turns after `num_ids` sampled ids."""
 
@@ -70,8 +60,10 @@ class ThinkingBound:
 
     def plan_rest(
         self, request: SampleRequest, first: SampledSequence, *, context_length: int, index: int = 0
-    ) -> Rest | None:
+    ) -> tuple[TokenIds, SampleRequest] | None:
         """What follows the `first` part of completion `index`, which was sampled by `limit(request)`; None if nothing.
+
+        It is ids to give, none of them if the turn is not in its reasoning, and the request for what comes after them.
 
         Nothing follows if the completion has ended, or if the context has no room for the end of its reasoning and one
         id more. Blocks: it reads the completion.
@@ -93,7 +85,7 @@ class ThinkingBound:
             # The same seed would draw the same numbers again.
             params=replace(params, max_tokens=num_left, seed=derive_seed(params.seed, 1, index)),
         )
-        return Rest(given_ids=given_ids, request=later)
+        return given_ids, later
 
     def _choose_given(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> TokenIds:
         """The ids to give after the first part of a turn: none if it is not in its reasoning."""

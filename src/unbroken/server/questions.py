@@ -17,7 +17,7 @@ from unbroken.counters import Event
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ConstrainsCalls, Renderer, ToolCallStatus
-from unbroken.rollout.thinking import Rest, ThinkingBound
+from unbroken.rollout.thinking import ThinkingBound
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import note_ignored
@@ -34,6 +34,7 @@ from unbroken.types import (
     SampleResult,
     SamplingParams,
     StructuredOutput,
+    TokenIds,
 )
 
 
@@ -347,14 +348,13 @@ class _BoundedService:
             if rest is None:
                 sequences.append(first)
                 continue
-            (answer,) = await self._context.service.sample([rest.request])
-            sequences.append(first.then(rest.given_ids, answer.sequences[0]))
+            (answer,) = await self._context.service.sample([rest[1]])
+            sequences.append(first.then(rest[0], answer.sequences[0]))
         return [replace(result, sequences=tuple(sequences))]
 
     async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
         """Sample the request, and yield the chunks of each completion's first part, then those of the others."""
         (request,) = requests
-        temperature = request.params.temperature or 1.0
         parts: dict[int, list[SampleChunk]] = defaultdict(list)
         async with aclosing(self._context.service.stream([self._bound.limit(request)])) as chunks:
             async for _, chunk in chunks:
@@ -362,39 +362,44 @@ class _BoundedService:
                 if chunk.finish_reason is None:
                     yield 0, chunk
         for index, of_first in sorted(parts.items()):
-            first = SampleChunk.join(of_first, temperature=temperature)
-            rest = await self._plan(request, first, index)
-            if rest is None:
-                yield 0, of_first[-1]
-                continue
-            yield 0, replace(of_first[-1], finish_reason=None, version_spans=(), routed_experts=None, queue_s=None)
-            if len(rest.given_ids):
-                nothing = np.full(len(rest.given_ids), np.nan, dtype=np.float32)
-                yield 0, SampleChunk(index=index, completion_ids=rest.given_ids, rollout_logprobs=nothing)
-            of_later: list[SampleChunk] = []
-            async with aclosing(self._context.service.stream([rest.request])) as chunks:
-                async for _, chunk in chunks:
-                    of_later.append(chunk)
-                    if chunk.finish_reason is None:
-                        yield 0, replace(chunk, index=index)
-            whole = first.then(rest.given_ids, SampleChunk.join(of_later, temperature=temperature))
-            yield (
-                0,
-                replace(
-                    of_later[-1],
-                    index=index,
-                    version_spans=whole.version_spans,
-                    routed_experts=whole.routed_experts,
-                    queue_s=whole.queue_s,
-                ),
-            )
+            async with aclosing(self._stream_rest(request, index, of_first)) as rest:
+                async for chunk in rest:
+                    yield 0, chunk
 
-    async def _plan(self, request: SampleRequest, first: SampledSequence, index: int) -> Rest | None:
+    async def _stream_rest(
+        self, request: SampleRequest, index: int, of_first: Sequence[SampleChunk]
+    ) -> AsyncGenerator[SampleChunk]:
+        """The last chunk of a completion's first part, what is given after it, and the chunks of the second."""
+        temperature = request.params.temperature or 1.0
+        first = SampleChunk.join(of_first, temperature=temperature)
+        rest = await self._plan(request, first, index)
+        if rest is None:
+            yield of_first[-1]
+            return
+        given_ids, later = rest
+        yield replace(of_first[-1], finish_reason=None, version_spans=(), routed_experts=None, queue_s=None)
+        if len(given_ids):
+            nothing = np.full(len(given_ids), np.nan, dtype=np.float32)
+            yield SampleChunk(index=index, completion_ids=given_ids, rollout_logprobs=nothing)
+        of_later: list[SampleChunk] = []
+        async with aclosing(self._context.service.stream([later])) as chunks:
+            async for _, chunk in chunks:
+                of_later.append(replace(chunk, index=index))
+                if chunk.finish_reason is None:
+                    yield of_later[-1]
+        whole = first.then(given_ids, SampleChunk.join(of_later, temperature=temperature))
+        facts = {name: getattr(whole, name) for name in ("version_spans", "routed_experts", "queue_s")}
+        yield replace(of_later[-1], **facts)
+
+    async def _plan(
+        self, request: SampleRequest, first: SampledSequence, index: int
+    ) -> tuple[TokenIds, SampleRequest] | None:
+        """What follows the first part of a completion; closed reasoning is counted."""
         length = self._context.service.engine.context_length
         rest = await self._context.run_in_text_thread(
             lambda: self._bound.plan_rest(request, first, context_length=length, index=index)
         )
-        if rest is not None and len(rest.given_ids):
+        if rest is not None and len(rest[0]):
             self._context.metrics.events.count(Event.CLOSING, "thinking")
         return rest
 

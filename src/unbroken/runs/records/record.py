@@ -43,11 +43,10 @@ from unbroken.runs.records.files import (
     write_records,
 )
 from unbroken.runs.records.paths import (
-    count_ids,
     cut_path,
     describe_branch,
     describe_path,
-    describe_policy,
+    describe_sampled,
     find_runs,
     to_floats,
 )
@@ -214,7 +213,6 @@ def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[
 def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dict[str, Any]:
     return {
         "reward": reward,
-        **count_ids(turn.sequence),
         "finish_reason": turn.sequence.finish_reason.value,
         "cut_by": None if turn.cut_by is None else turn.cut_by.value,
         "bridge": isinstance(turn.bridge, Bridge),
@@ -224,7 +222,7 @@ def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dic
         "call_statuses": [call.status.value for call in turn.parsed.tool_calls],
         "closing": _make_closing(turn.bridge),
         "times": None if times is None else _round_times(asdict(times)),
-        **describe_policy(turn.policy, turn.sequence),
+        **describe_sampled(turn.policy, turn.sequence),
     }
 
 

@@ -193,8 +193,11 @@ def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: Finish
     ]
     logprobs = np.full(stop - start, np.nan, dtype=np.float32)
     for span in spans:
-        logprobs[span.start : span.stop] = row["rollout_logprobs"][before : before + span.stop - span.start]
-        before += span.stop - span.start
+        own = row["rollout_logprobs"][before : before + span.stop - span.start]
+        if len(own) != span.stop - span.start:
+            raise InvariantError(f"rollout_logprobs has {len(row['rollout_logprobs'])} entries: each version needs one")
+        logprobs[span.start : span.stop] = own
+        before += len(own)
     return SampledSequence(
         completion_ids=np.array(row["token_ids"][start:stop], dtype=np.int32),
         rollout_logprobs=logprobs,

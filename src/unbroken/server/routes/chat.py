@@ -58,7 +58,7 @@ _ID_PREFIX = "chatcmpl-"
 router = Routes(Access.CLIENT)
 
 
-class ReasoningBudget(BodyModel):
+class _ReasoningBudget(BodyModel):
     """How much to reason."""
 
     model_config = ConfigDict(extra="allow")
@@ -88,21 +88,12 @@ class ChatBody(OpenAIFields):
     """Variables of the template, such as `enable_thinking`."""
     thinking_token_budget: int | None = Field(default=None, ge=1)
     """From vLLM: the reasoning is closed after so many ids of the reply, by given ids. Not with `logprobs`."""
-    reasoning: ReasoningBudget | None = None
+    reasoning: _ReasoningBudget | None = None
     """As OpenRouter has it: its `max_tokens` is a `thinking_token_budget`, but ignored where none can be kept."""
 
     def check_supported(self) -> list[str]:
         """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
         ignored = CHAT.check(self.model_extra) + self.list_ignored_options()
-        if self.reasoning is not None:
-            ignored += list_asked(self.reasoning.model_extra, "reasoning")
-        if self.thinking_token_budget is not None and self.logprobs:
-            raise HttpError(
-                400,
-                f"thinking_token_budget must be left out with logprobs, got {self.thinking_token_budget}: the ids that "
-                "close the reasoning are given, and have none",
-                param="thinking_token_budget",
-            )
         functions = self.choose_functions()
         if functions and self.structured_output is not None:
             raise HttpError(400, "response_format must be left out where calls are required", param="response_format")
@@ -120,7 +111,16 @@ class ChatBody(OpenAIFields):
         return ignored
 
     def make_budget(self, request: Request) -> ThinkingBudget | None:
-        """How much the reply may reason."""
+        """How much the reply may reason; other wishes for it are named as ignored."""
+        if self.reasoning is not None:
+            note_ignored(request, list_asked(self.reasoning.model_extra, "reasoning"))
+        if self.thinking_token_budget is not None and self.logprobs:
+            raise HttpError(
+                400,
+                f"thinking_token_budget must be left out with logprobs, got {self.thinking_token_budget}: the ids that "
+                "close the reasoning are given, and have none",
+                param="thinking_token_budget",
+            )
         if self.thinking_token_budget is not None:
             return ThinkingBudget(field="thinking_token_budget", num_ids=self.thinking_token_budget)
         if self.reasoning is None or self.reasoning.max_tokens is None:

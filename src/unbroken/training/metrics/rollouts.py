@@ -76,7 +76,7 @@ class RolloutNumbers:
             prompt_tokens=_floats(map(_num_prompt_ids, members)),
             completion_tokens=_read("num_sampled", members),
             turns=_floats(len(member.turns) for member in members),
-            forced_ids=_floats(_num_forced_ids(turn) for member in members for turn in member.turns),
+            forced_ids=_floats(map(_num_forced_ids, chain.from_iterable(map(attrgetter("turns"), members)))),
             tool_calls=_floats(map(_num_tool_calls, members)),
             rollout_s=_read("wall_time_s", members),
             engine_s=_read("engine_s", members),
