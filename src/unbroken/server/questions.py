@@ -231,11 +231,10 @@ async def continue_prompt(
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
-    service: TurnService = context.service
+    bound = await _find_bound(context, question, renderer, params)
+    service: TurnService = context.service if bound is None else _BoundedService(context, bound)
     if question.required_functions and sampling.structured_output is None:
         service = InsistingService(context, question, renderer)
-    elif (bound := await _find_bound(context, question, renderer, params)) is not None:
-        service = _BoundedService(context, bound)
     return PlainTurn(service=service, answer_id=answer_id, renderer=renderer, request=request)
 
 
@@ -321,6 +320,8 @@ async def _find_bound(
     if budget is None:
         return None
     try:
+        if question.required_functions:
+            raise InvalidInputError(f"{budget.field} must be left out where calls are required, got {budget.num_ids}")
         return await context.run_in_text_thread(
             lambda: ThinkingBound.of(budget.num_ids, renderer, params, name=budget.field)
         )

@@ -6,6 +6,7 @@ from support.servers import asgi_client, encode, joined_stream, make_app, script
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GEMINI = "/v1beta/models/tiny:generateContent"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 USER = [{"role": "user", "content": "hi"}]
 THOUGHT = "<think>\nlet me see"
 N, CLOSE = len(encode(THOUGHT)), encode("\n</think>\n\n")
@@ -85,6 +86,10 @@ async def test_each_of_n_replies_is_bounded():
     [
         ({"stop": ["x"]}, "thinking_token_budget = 5 cannot be combined with sampling.stop_strings"),
         ({"logprobs": True}, "thinking_token_budget must be left out with logprobs, got 5"),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            "thinking_token_budget must be left out where calls are required",
+        ),
         ({"thinking_token_budget": 0}, "thinking_token_budget must be greater than or equal to 1, got 0"),
     ],
 )
