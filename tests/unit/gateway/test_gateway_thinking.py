@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -44,5 +45,6 @@ async def test_a_session_knows_what_was_given_inside_its_turns_also_after_a_rest
         (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
         trained = [i for i, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used]
         assert trained == [*THOUGHT, *ANSWER] * 2
-        async with restarted(gateway, open_store(str(tmp_path / "store"))):
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        async with restarted(gateway, open_store(str(tmp_path / "copy"))):
             assert (await gateway.look(created, "/tree"))["nodes"] == tree["nodes"]

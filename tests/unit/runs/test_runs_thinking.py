@@ -74,7 +74,6 @@ def test_no_row_trains_a_given_id_and_the_record_says_which_they_are(run):
             assert turn["num_sampled"] <= 12
             assert row["policy_versions"][0][:2] == [first, first + N]
             assert row["policy_versions"][1][0] == first + N + turn["num_forced"]
-            assert "</think>" not in turn["message"]["content"]
         else:
             assert sampled == list(range(first, len(row["token_ids"])))
     assert closed
