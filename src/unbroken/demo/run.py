@@ -106,7 +106,8 @@ def _compare_exact(trained: TrainedRun) -> ComparedRollouts:
 
 def _trains_what_was_sampled(row: TrainingSample, trajectory: Trajectory) -> bool:
     """Whether the ids that a row trains on are those that the engine returned, turn by turn."""
-    returned = np.concatenate([turn.sequence.completion_ids for turn in trajectory.turns])
+    sequences = [turn.sequence for turn in trajectory.turns]
+    returned = np.concatenate([each.completion_ids[each.sampled_mask] for each in sequences])
     return np.array_equal(row.token_ids[row.loss_mask], returned)
 
 

@@ -285,7 +285,7 @@ class SessionState:
         self, record: TurnRecord, end: Position, parsed: ParsedResponse, bridge: BridgeOutcome | None
     ) -> None:
         """Add a turn whose ids are in the tree, the sampled ones up to `end`. A store has no bridge, only a refusal."""
-        self.num_sampled += len(record.sequence.completion_ids)
+        self.num_sampled += record.sequence.num_sampled
         self.turns.append(
             RecordedTurn(
                 record=record,

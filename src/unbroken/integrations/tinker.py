@@ -152,6 +152,11 @@ def _make_datum(sdk: Any, session_id: str, row: TrainingSample, tree: Mapping[st
             f"rows[{number}] must have no images, which the server samples with but does not train on"
         )
     runs = _find_runs(row, nodes)
+    if runs is None and any(node["origin"] == "sampled" and min(node["policy_versions"]) < 0 for node in nodes):
+        raise InvalidInputError(
+            f"rows[{number}] must have turns that were sampled whole, and session {session_id!r} has reasoning that "
+            "was closed by given ids: the API knows no such sequence"
+        )
     if runs is None:
         raise InvalidInputError(f"rows[{number}] is not a row of session {session_id!r}: its tree has no such path")
     _check_sampling(row, runs, tree.get("turns", ()), number=number)

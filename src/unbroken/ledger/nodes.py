@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.types import BoolMask, ImageSpan, KeptIds, Logprobs, RoutedExperts, TokenIds
+from unbroken.types import NO_VERSION, BoolMask, ImageSpan, KeptIds, Logprobs, RoutedExperts, TokenIds
 
 
 class Origin(StrEnum):
@@ -17,6 +17,7 @@ class Origin(StrEnum):
     PROMPT = "prompt"
     """Rendered messages: the first prompt, or the new part of a fresh rendering after a fork."""
     SAMPLED = "sampled"
+    """A completion, with the ids that were given inside it."""
     BRIDGE = "bridge"
     """Appended to a sampled turn, with the next messages."""
 
@@ -73,7 +74,7 @@ class Node:
     rollout_logprobs: Logprobs
     """NaN unless sampled."""
     policy_versions: NDArray[np.int32]
-    """`NO_VERSION` unless sampled."""
+    """`NO_VERSION` unless sampled, also on ids that were given inside a completion (`SampledSequence`)."""
     message_indices: TokenIds
     """The message that each id belongs to; `TEMPLATE` for ids that the template wrote, and for sampled ids."""
     images: tuple[ImageSpan, ...] = ()
@@ -86,6 +87,11 @@ class Node:
     routed_start: int = 0
     kept_ids: KeptIds | None = None
     """[K] of a sampled node, if the engine returned them."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled ids."""
+        return int(np.count_nonzero(self.policy_versions != NO_VERSION))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

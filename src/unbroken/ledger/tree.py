@@ -76,7 +76,7 @@ class TokenTree:
     @property
     def num_sampled(self) -> int:
         """Number of sampled ids of all branches, each counted once."""
-        return sum(len(node.token_ids) for node in self._sampled_nodes)
+        return sum(node.num_sampled for node in self._sampled_nodes)
 
     @property
     def sampled_versions(self) -> tuple[int, ...]:
@@ -130,6 +130,8 @@ class TokenTree:
     def add_sampled(self, sequence: SampledSequence, *, parent: Position) -> Position:
         """Attach a completion to the prompt it was sampled from, and return the position after its last id.
 
+        Ids that were given inside it stay what they are: without logprob and version, and never trained.
+
         Raises:
             InvariantError: the completion was aborted or is empty, or the parent does not exist.
         """
@@ -157,7 +159,7 @@ class TokenTree:
         parts = [(self._nodes[step.node], step.offset) for step in steps]
         return Path(
             token_ids=self.token_ids(position),
-            sampled_mask=_concatenate([np.full(size, node.origin is Origin.SAMPLED) for node, size in parts]),
+            sampled_mask=_concatenate([node.policy_versions[:size] != NO_VERSION for node, size in parts]),
             rollout_logprobs=_concatenate([node.rollout_logprobs[:size] for node, size in parts]),
             policy_versions=_concatenate([node.policy_versions[:size] for node, size in parts]),
             message_indices=_concatenate([node.message_indices[:size] for node, size in parts]),
@@ -309,7 +311,7 @@ class TokenTree:
 def _find_versions(versions: NDArray[np.int32]) -> set[int]:
     """Nearly all completions have one version, which is found without sorting."""
     oldest, newest = int(versions.min()), int(versions.max())
-    return {oldest} if oldest == newest else set(np.unique(versions).tolist())
+    return {oldest} if oldest == newest else set(np.unique(versions).tolist()) - {NO_VERSION}
 
 
 def _fill(num_ids: int, value: int) -> NDArray[np.int32]:

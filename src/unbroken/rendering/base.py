@@ -331,6 +331,19 @@ class ConstrainsCalls(Protocol):
 
 
 @runtime_checkable
+class ClosesReasoning(Protocol):
+    """Optional method of a `Renderer` that can close the reasoning of a turn that is being sampled."""
+
+    def get_reasoning_end(self) -> TokenIds:
+        """The ids that end reasoning, as the template writes it between reasoning and answer.
+
+        Raises:
+            InvalidInputError: the template has no reasoning, or no single control token closes it.
+        """
+        ...
+
+
+@runtime_checkable
 class ThreadedRenderer(Protocol):
     """Optional attribute of a `Renderer` that works for many rollouts: its own threads.
 

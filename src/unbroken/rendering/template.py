@@ -41,7 +41,7 @@ from unbroken.rendering.parsing.detection import ParserChoice, choose_parser
 from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.prompt import PromptRenderer, RecentPrompts
 from unbroken.threads import DaemonThreads, RendererLock
-from unbroken.types import TokenIds
+from unbroken.types import TokenIds, token_ids
 
 _MAX_LOADING_THREADS = 4
 """A picture may take hundreds of megabytes while it is loaded."""
@@ -280,6 +280,24 @@ class TemplateRenderer:
     def constrain_calls(self, functions: Sequence[ToolSchema], *, prompt_ids: TokenIds, several: bool) -> str:
         """A structural tag of a turn that calls these functions; see `ConstrainsCalls`."""
         return self._constraint.write(functions, prompt_end=self._decode_end(prompt_ids), several=several)
+
+    def get_reasoning_end(self) -> TokenIds:
+        """The ids that end reasoning; see `ClosesReasoning`. That the parser reads them so is tried each time."""
+        reasoning, nothing = self._facts.reasoning, token_ids([])
+        if reasoning is None:
+            raise InvalidInputError(
+                "the chat template has no reasoning that one control token opens and one closes, such as <think> and "
+                "</think>"
+            )
+        # After a control token, as in a turn: at the start of a text some tokenizers write a space first.
+        ids = self._encoder.encode_plain(reasoning.opening + reasoning.close_text)
+        is_open = not self.parse_response(ids[:1], prompt_ids=nothing).reasoning_complete
+        if not is_open or not self.parse_response(ids, prompt_ids=nothing).reasoning_complete:
+            raise InvalidInputError(
+                f"the template's reasoning is in {reasoning.opening!r} and {reasoning.close_text!r}, and the call "
+                f"format {self.parser_name!r} does not read it so"
+            )
+        return ids[1:]
 
     def _decode_end(self, prompt_ids: TokenIds | None) -> str:
         """The end of a prompt, which shows whether reasoning is open: as long as the usual generation prompt."""

@@ -171,11 +171,15 @@ def compare_trajectory(texts: TemplateTexts, trajectory: Trajectory) -> Retokeni
 
 def _find_origins(path: Path) -> tuple[IdOrigin, ...]:
     """Where each id of a path is from."""
-    origins = zip(path.origins, path.message_indices.tolist(), strict=True)
-    return tuple(
-        IdOrigin.MESSAGE if origin is Origin.BRIDGE and index != TEMPLATE else IdOrigin(origin.value)
-        for origin, index in origins
-    )
+    origins = zip(path.origins, path.message_indices.tolist(), path.sampled_mask.tolist(), strict=True)
+    return tuple(_find_origin(*each) for each in origins)
+
+
+def _find_origin(origin: Origin, message_index: int, is_sampled: bool) -> IdOrigin:
+    if origin is Origin.SAMPLED and not is_sampled:  # given inside a completion
+        return IdOrigin.BRIDGE
+    is_text = origin is Origin.BRIDGE and message_index != TEMPLATE
+    return IdOrigin.MESSAGE if is_text else IdOrigin(origin.value)
 
 
 def retokenise(

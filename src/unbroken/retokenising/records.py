@@ -111,9 +111,8 @@ def _get_messages(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[Mes
 def _find_origins(row: Mapping[str, Any]) -> list[IdOrigin]:
     """What made each id of a row, [num_ids]."""
     origins = [IdOrigin.PROMPT] * len(row["token_ids"])
-    for each in row["segments"]:
-        if each["origin"] == "sampled":
-            origins[each["start"] : each["stop"]] = [IdOrigin.SAMPLED] * (each["stop"] - each["start"])
+    for start, stop, _ in row["policy_versions"]:  # a segment of sampled ids may have given ones inside
+        origins[start:stop] = [IdOrigin.SAMPLED] * (stop - start)
     return origins
 
 
@@ -139,12 +138,18 @@ def match_turns(rows: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
             if segment["origin"] == "sampled":
                 node, length = segment["node"], segment["stop"] - segment["start"]
                 lengths[node] = max(length, lengths.get(node, 0))
-    numbered = [(number, turn["num_sampled"]) for number, turn in enumerate(turns) if turn["num_sampled"]]
+    numbered = [(number, length) for number, turn in enumerate(turns) if (length := _count_ids(turn))]
     nodes = sorted(lengths.items())
     if len(numbered) == len(nodes):
         return {node: number for (node, _), (number, _) in zip(nodes, numbered, strict=True)}
     first, last = _match_lengths(nodes, numbered), _match_lengths(nodes[::-1], numbered[::-1])
     return {node: number for node, number in first.items() if last.get(node) == number}
+
+
+def _count_ids(turn: Mapping[str, Any]) -> int:
+    """The ids of a turn's completion, with those that were given inside it."""
+    number: int = turn["num_sampled"] + turn.get("num_forced", 0)
+    return number
 
 
 def _match_lengths(nodes: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> dict[int, int]:

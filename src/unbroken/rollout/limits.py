@@ -69,6 +69,12 @@ class Limits:
     Of a longer one the middle is cut, with a mark in its place, and `cuts/tool_result` is counted. The default is
     about 25,000 tokens of English."""
 
+    thinking_tokens: int | None = None
+    """Sampled ids of one turn after which reasoning that is still open is closed by the template's own end of it, and
+    the turn goes on; None: never. Set it where reasoning leaves no room for answers (`counters/truncations`).
+
+    The ids that close it are given: without loss, counted as `rollout/forced_ids`. Not for agents."""
+
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens"):
             value = getattr(self, name)
@@ -78,9 +84,10 @@ class Limits:
             seconds = getattr(self, name)
             if not is_duration(seconds):
                 raise InvalidInputError(f"{name} must be a finite number of seconds > 0, got {seconds!r}")
-        chars = self.max_result_chars
-        if chars is not None and (type(chars) is not int or chars < 1):
-            raise InvalidInputError(f"max_result_chars must be a whole number >= 1 or None, got {chars!r}")
+        for name in ("max_result_chars", "thinking_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidInputError(f"{name} must be a whole number >= 1 or None, got {value!r}")
 
     def find_reached(self, *, num_turns: int, num_sampled: int) -> Limit | None:
         """Find the limit that allows no further turn, whatever its prompt; None if a turn is allowed."""

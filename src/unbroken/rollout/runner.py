@@ -29,6 +29,7 @@ from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given, count_prompt
 from unbroken.rollout.seeds import derive_seed
+from unbroken.rollout.thinking import ThinkingBound
 from unbroken.rollout.tools import CutReason, cut_tool_result
 from unbroken.rollout.trajectory import (
     CallTime,
@@ -82,10 +83,11 @@ async def run_rollout(
     anything is sampled; its `ToolsNotShownError` is raised (`rendering.effects.check_tools_shown`).
 
     Raises:
+        InvalidInputError: `limits.thinking_tokens` cannot be kept with this renderer or sampling.
         StopTokenError: no id would end a turn.
         ToolsNotShownError: raised by `check_tools`.
     """
-    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex)
+    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, _bound(limits, renderer, sampling))
     return await _run_episode(lambda: env, policy, limits, check_tools)
 
 
@@ -106,15 +108,15 @@ async def run_group(
     `sampling.seed`, each sibling gets a seed derived from it. `check_tools` is as in `run_rollout`.
 
     Raises:
-        InvalidInputError: `n` is less than 1.
+        InvalidInputError: `n` is less than 1, or `limits.thinking_tokens` cannot be kept.
         StopTokenError: no id would end a turn.
         ToolsNotShownError: raised by `check_tools`.
     """
     if n < 1:
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
-    name = group_id or uuid.uuid4().hex
+    name, bound = group_id or uuid.uuid4().hex, _bound(limits, renderer, sampling)
     policies = [
-        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}")
+        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}", bound)
         for k in range(n)
     ]
     try:
@@ -126,6 +128,12 @@ async def run_group(
             raise
         raise refused.exceptions[0] from None
     return TrajectoryGroup(group_id=name, trajectories=tuple(task.result() for task in siblings))
+
+
+def _bound(limits: Limits, renderer: Renderer, sampling: SamplingParams) -> ThinkingBound | None:
+    if (number := limits.thinking_tokens) is None:
+        return None
+    return ThinkingBound.of(number, renderer, sampling, name="rollouts.limits.thinking_tokens")
 
 
 async def _run_episode(
@@ -365,6 +373,7 @@ class _Policy:
     renderer: Renderer
     sampling: SamplingParams
     trajectory_id: str
+    bound: ThinkingBound | None
 
     def __post_init__(self) -> None:
         self.renderer.get_stop_token_ids()  # raises before anything is opened if no id would end a turn
@@ -395,10 +404,25 @@ class _Policy:
             ),
             images=prompt.images,
         )
+        if self.bound is None:
+            return await self._ask_engine(request)
+        first = await self._ask_engine(self.bound.limit(request))
+        plan = functools.partial(self.bound.plan_rest, request, first, context_length=self.engine.context_length)
+        rest = await _run_in_renderer_thread(self.renderer, plan)
+        return first if rest is None else first.then(rest[0], await self._ask_engine(rest[1]))
+
+    async def _ask_engine(self, request: SampleRequest) -> SampledSequence:
         result = await self.engine.sample(request)
         result.check_answers(request)
         add_effort(len(result.sequences[0].completion_ids))
         return result.sequences[0]
+
+
+def _find_cut(sequence: SampledSequence, budget: TurnBudget) -> Limit | None:
+    """The limit that cut a turn. Given ids that close its reasoning take room of the context alone."""
+    if sequence.finish_reason is not FinishReason.LENGTH:
+        return None
+    return budget.limit if sequence.num_sampled >= budget.max_tokens else Limit.CONTEXT
 
 
 def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> TrajectoryStatus:
@@ -503,7 +527,7 @@ class _Conversation:
             parsed=parsed,
             bridge=prompt.bridge,
             fork=prompt.fork,
-            cut_by=budget.limit if sequence.finish_reason is FinishReason.LENGTH else None,
+            cut_by=_find_cut(sequence, budget),
         )
         count_prompt(prompt, self._counters)
         self.turns.append(turn)
@@ -511,6 +535,8 @@ class _Conversation:
         self.messages.append(message)
         if turn.cut_by is not None:
             self._counters.count(Event.TRUNCATION, turn.cut_by)
+        if sequence.num_sampled < len(sequence.completion_ids):
+            self._counters.count(Event.CLOSING, "thinking")
         for failure in parsed.failures:
             self._counters.count(Event.PARSE_FAILURE, failure.status)
         return Reply(message=copy_containers(message), parsed=_copy_parse(parsed), finish_reason=sequence.finish_reason)

@@ -70,7 +70,7 @@ class TurnTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One engine call and its reply."""
+    """One reply of the policy: of one engine call, or of two where its reasoning was bounded (`rollout.thinking`)."""
 
     prompt_end: Position
     """After the last id of the prompt."""

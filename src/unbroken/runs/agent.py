@@ -166,7 +166,8 @@ def count_proven(row: Mapping[str, Any]) -> int:
     places = {k for part in sampled for k in range(part["start"], part["stop"])}
     versioned = {k for start, stop in spans for k in range(start, stop)}
     loss = {k for start, stop in row["loss"] for k in range(start, stop)}
-    has_all = len(row["rollout_logprobs"]) == len(places) and places <= versioned and loss <= places
+    # A completion may have given ids inside, which have neither (`SampledSequence`), and which no loss may have.
+    has_all = len(row["rollout_logprobs"]) == len(versioned) and loss <= versioned <= places
     return len(loss) if has_all else 0
 
 

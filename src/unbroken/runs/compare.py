@@ -163,7 +163,5 @@ def _compare_sampled(row: Mapping[str, Any] | None, other: Mapping[str, Any] | N
 
 
 def find_sampled(row: Mapping[str, Any]) -> list[int]:
-    """The positions of a recorded row's sampled ids."""
-    return [
-        place for each in row["segments"] if each["origin"] == "sampled" for place in range(each["start"], each["stop"])
-    ]
+    """The positions of a recorded row's sampled ids: each has the version that sampled it."""
+    return [place for start, stop, _ in row["policy_versions"] for place in range(start, stop)]

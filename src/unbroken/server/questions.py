@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
+import numpy as np
 from starlette.requests import Request
 
 from unbroken.counters import Event
+from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ConstrainsCalls, Renderer, ToolCallStatus
+from unbroken.rollout.thinking import ThinkingBound
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import note_ignored
 from unbroken.server.images import RequestPrompt
 from unbroken.server.texts import check_conversation
-from unbroken.server.turns import OpenTurn, Question, get_session_id, read_retry_hint
+from unbroken.server.turns import OpenTurn, Question, ThinkingBudget, get_session_id, read_retry_hint
 from unbroken.server.wire.conversation import ConversationBuilder, ToolChoice, get_name
 from unbroken.server.wire.reply import ReplyReader, WholeReply
-from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult, StructuredOutput
+from unbroken.types import (
+    FinishReason,
+    SampleChunk,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    StructuredOutput,
+    TokenIds,
+)
 
 
 class ConversationFields(Protocol):
@@ -52,6 +66,11 @@ class ConversationFields(Protocol):
     @property
     def effort_field(self) -> str:
         """The field that `effort` is from, for the header of ignored ones."""
+        ...
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        """The field that bounds the reasoning, with its number of ids."""
         ...
 
 
@@ -98,6 +117,9 @@ async def make_question(
         template_options=options,
         image_settings=settings,
         structured_output=structured_output,
+        thinking=None
+        if (budget := body.thinking_budget) is None
+        else ThinkingBudget(field=budget[0], num_ids=budget[1], note_ignored=partial(note_ignored, request)),
         policy=policy,
         session_id=get_session_id(request, None),
         retry=await read_retry_hint(request),
@@ -209,7 +231,8 @@ async def continue_prompt(
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
-    service: TurnService = context.service
+    bound = await _find_bound(context, question, renderer, params)
+    service: TurnService = context.service if bound is None else _BoundedService(context, bound)
     if question.required_functions and sampling.structured_output is None:
         service = InsistingService(context, question, renderer)
     return PlainTurn(service=service, answer_id=answer_id, renderer=renderer, request=request)
@@ -283,6 +306,103 @@ class InsistingService:
         names = [call.name for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
         is_number_right = len(names) >= 1 if self._question.may_call_several else len(names) == 1
         return is_number_right and self._names.issuperset(names)
+
+
+async def _find_bound(
+    context: ServerContext, question: Question, renderer: Renderer, params: SamplingParams
+) -> ThinkingBound | None:
+    """The bound of the reply's reasoning; None without a budget, or if it is ignored.
+
+    Raises:
+        InvalidInputError: the budget cannot be kept, and its dialect does not ignore it.
+    """
+    budget = question.thinking
+    if budget is None:
+        return None
+    try:
+        if question.required_functions:
+            raise InvalidInputError(f"{budget.field} must be left out where calls are required, got {budget.num_ids}")
+        return await context.run_in_text_thread(
+            lambda: ThinkingBound.of(budget.num_ids, renderer, params, name=budget.field)
+        )
+    except InvalidInputError:
+        if budget.note_ignored is None:
+            raise
+        budget.note_ignored([budget.field])
+        return None
+
+
+class _BoundedService:
+    """Samples one request whose reasoning is bounded (`rollout.thinking`), so in one part or in two."""
+
+    def __init__(self, context: ServerContext, bound: ThinkingBound) -> None:
+        self._context = context
+        self._bound = bound
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Sample the request."""
+        (request,) = requests
+        (result,) = await self._context.service.sample([self._bound.limit(request)])
+        sequences = []
+        for index, first in enumerate(result.sequences):
+            rest = await self._plan(request, first, index)
+            if rest is None:
+                sequences.append(first)
+                continue
+            (answer,) = await self._context.service.sample([rest[1]])
+            sequences.append(first.then(rest[0], answer.sequences[0]))
+        return [replace(result, sequences=tuple(sequences))]
+
+    async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
+        """Sample the request, and yield the chunks of each completion's first part, then those of the others."""
+        (request,) = requests
+        parts: dict[int, list[SampleChunk]] = defaultdict(list)
+        async with aclosing(self._context.service.stream([self._bound.limit(request)])) as chunks:
+            async for _, chunk in chunks:
+                parts[chunk.index].append(chunk)
+                if chunk.finish_reason is None:
+                    yield 0, chunk
+        for index, of_first in sorted(parts.items()):
+            async with aclosing(self._stream_rest(request, index, of_first)) as rest:
+                async for chunk in rest:
+                    yield 0, chunk
+
+    async def _stream_rest(
+        self, request: SampleRequest, index: int, of_first: Sequence[SampleChunk]
+    ) -> AsyncGenerator[SampleChunk]:
+        """The last chunk of a completion's first part, what is given after it, and the chunks of the second."""
+        temperature = request.params.temperature or 1.0
+        first = SampleChunk.join(of_first, temperature=temperature)
+        rest = await self._plan(request, first, index)
+        if rest is None:
+            yield of_first[-1]
+            return
+        given_ids, later = rest
+        yield replace(of_first[-1], finish_reason=None, version_spans=(), routed_experts=None, queue_s=None)
+        if len(given_ids):
+            nothing = np.full(len(given_ids), np.nan, dtype=np.float32)
+            yield SampleChunk(index=index, completion_ids=given_ids, rollout_logprobs=nothing)
+        of_later: list[SampleChunk] = []
+        async with aclosing(self._context.service.stream([later])) as chunks:
+            async for _, chunk in chunks:
+                of_later.append(replace(chunk, index=index))
+                if chunk.finish_reason is None:
+                    yield of_later[-1]
+        whole = first.then(given_ids, SampleChunk.join(of_later, temperature=temperature))
+        facts = {name: getattr(whole, name) for name in ("version_spans", "routed_experts", "queue_s")}
+        yield replace(of_later[-1], **facts)
+
+    async def _plan(
+        self, request: SampleRequest, first: SampledSequence, index: int
+    ) -> tuple[TokenIds, SampleRequest] | None:
+        """What follows the first part of a completion; closed reasoning is counted."""
+        length = self._context.service.engine.context_length
+        rest = await self._context.run_in_text_thread(
+            lambda: self._bound.plan_rest(request, first, context_length=length, index=index)
+        )
+        if rest is not None and len(rest[0]):
+            self._context.metrics.events.count(Event.CLOSING, "thinking")
+        return rest
 
 
 async def _constrain_reply(

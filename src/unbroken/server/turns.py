@@ -10,7 +10,7 @@ A dialect does not know who answers: `PlainTurns` renders every question afresh;
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -43,6 +43,17 @@ class RetryHint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """How many ids the reply's reasoning may have (`rollout.thinking`)."""
+
+    num_ids: int
+    field: str
+    """The field that it is from, for errors."""
+    note_ignored: Callable[[Sequence[str]], None] | None = None
+    """Names the field in the answer's header where no budget can be kept; None: then the request is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """Continue this conversation."""
 
@@ -68,6 +79,7 @@ class Question:
     num_top_logprobs: int = 0
     structured_output: StructuredOutput | None = None
     """The constraint of the dialect's response format; not together with `required_functions`."""
+    thinking: ThinkingBudget | None = None
     n: int = 1
     policy: Policy | None = None
     """None if the asker names none: then it is the session's, or the served model."""

@@ -85,7 +85,8 @@ _ELSEWHERE = {
     "min_length bad_words bad_words_ids suppress_tokens begin_suppress_tokens allowed_token_ids logit_bias "
     "sequence_bias no_repeat_ngram_size logits_processors guidance_scale watermarking watermarking_config typical_p "
     "epsilon_cutoff eta_cutoff top_h penalty_alpha num_beams length_penalty early_stopping diversity_penalty "
-    "forced_bos_token_id forced_eos_token_id thinking_token_budget",
+    "forced_bos_token_id forced_eos_token_id",
+    "in a run it is rollouts.limits.thinking_tokens": "thinking_token_budget",
     "a completion ends with a stop id, a stop string or max_tokens": "ignore_eos max_time repetition_detection",
     "it changes text alone, and completions are ids": "skip_special_tokens spaces_between_special_tokens detokenize "
     "include_stop_str_in_output",

@@ -16,6 +16,9 @@ from unbroken.types.images import ImageSpan, find_misplaced_span
 from unbroken.types.recorded import KeptIds, RoutedExperts, check_kept, routed_experts
 from unbroken.types.sampling import SampleRequest, SamplingParams
 
+NO_VERSION = -1
+"""The policy version of a token that no engine sampled."""
+
 
 class FinishReason(StrEnum):
     """Why a completion ended."""
@@ -92,16 +95,22 @@ class ScoredSequence:
 class SampledSequence:
     """One completion, exactly as an engine sampled it (I2).
 
-    Every id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last id.
+    Every sampled id has one finite logprob and belongs to exactly one version span. A sampled stop id is the last id.
+
+    Ids in no version span were *given* inside the completion, as those that close reasoning which was too long
+    (`then`). An engine gives none. Worked example: 3 4 were sampled, 8 9 given, and 5 was sampled after them:
+
+        completion_ids     3     4     8    9    5
+        rollout_logprobs  -0.1  -0.2  NaN  NaN  -0.3       version_spans  [0, 2)  [4, 5)
     """
 
     completion_ids: TokenIds
     """[C] stop id included; empty only for an aborted request."""
     rollout_logprobs: Logprobs
-    """[C] under the distribution that the id was sampled from."""
+    """[C] under the distribution that the id was sampled from; NaN where it was given."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
-    """Consecutive spans that cover [0, C)."""
+    """Spans in [0, C), in order and without overlap, that cover the sampled ids."""
     temperature: float = 1.0
     """The temperature that the logprobs refer to; 1.0 for greedy sampling."""
     top_logprobs: TopLogprobs | None = None
@@ -123,10 +132,10 @@ class SampledSequence:
         if not isinstance(self.finish_reason, FinishReason):
             raise InvariantError(f"finish_reason must be a FinishReason, got {self.finish_reason!r}")
         num_ids = len(self.completion_ids)
+        self._check_versions(num_ids)
         self._check_logprobs(num_ids)
         if num_ids == 0 and self.finish_reason is not FinishReason.ABORT:
             raise InvariantError(f"completion_ids is empty with finish_reason {self.finish_reason.value!r}")
-        self._check_versions(num_ids)
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
         if self.queue_s is not None and not 0 <= self.queue_s < math.inf:
@@ -140,18 +149,25 @@ class SampledSequence:
                 f"rollout_logprobs has shape {self.rollout_logprobs.shape} for {num_ids} completion_ids: "
                 "the engine must return one logprob per sampled token, stop token included"
             )
-        if not np.isfinite(self.rollout_logprobs).all():
-            where = int(np.flatnonzero(~np.isfinite(self.rollout_logprobs))[0])
-            raise InvariantError(f"rollout_logprobs[{where}] is {self.rollout_logprobs[where]}, must be finite")
+        wrong = np.flatnonzero(~np.isfinite(self.rollout_logprobs) & self.sampled_mask)
+        if len(wrong):
+            raise InvariantError(f"rollout_logprobs[{wrong[0]}] is {self.rollout_logprobs[wrong[0]]}, must be finite")
+        wrong = np.flatnonzero(~np.isnan(self.rollout_logprobs) & ~self.sampled_mask)
+        if len(wrong):
+            raise InvariantError(
+                f"version_spans must cover every id with a logprob, and completion_ids[{wrong[0]}] of {num_ids} is in "
+                "none: every sampled id needs a version"
+            )
 
     def _check_versions(self, num_ids: int) -> None:
         end = 0
         for span in self.version_spans:
-            if span.start != end:
-                raise InvariantError(f"version_spans must be consecutive: expected start {end}, got {span.start}")
+            if not end <= span.start < span.stop <= num_ids:
+                raise InvariantError(
+                    f"version_spans must be in order and within {num_ids} completion_ids, got [{span.start}, "
+                    f"{span.stop}) after {end}"
+                )
             end = span.stop
-        if end != num_ids:
-            raise InvariantError(f"version_spans cover {end} of {num_ids} completion_ids: every id needs a version")
 
     @staticmethod
     def aborted(params: SamplingParams) -> SampledSequence:
@@ -165,10 +181,51 @@ class SampledSequence:
             top_logprobs=TopLogprobs.empty(params.num_top_logprobs),
         )
 
+    def then(self, given_ids: TokenIds, later: SampledSequence) -> SampledSequence:
+        """Join this completion, K ids that were given after it, and the completion that was sampled after both."""
+        start = len(self.completion_ids) + len(given_ids)
+        if self.top_logprobs is not None or later.top_logprobs is not None:
+            raise InvariantError("completions with top_logprobs cannot be joined: a given id has none")
+        experts = later.routed_experts  # of all ids before too; those known earlier are those it was sampled with
+        if experts is not None and self.routed_experts is not None:
+            experts = np.concatenate([self.routed_experts, experts[len(self.routed_experts) :]])
+        waits = (self.queue_s, later.queue_s)
+        return replace(
+            later,
+            completion_ids=np.concatenate([self.completion_ids, given_ids, later.completion_ids]),
+            rollout_logprobs=np.concatenate(
+                [self.rollout_logprobs, np.full(len(given_ids), np.nan, np.float32), later.rollout_logprobs]
+            ),
+            version_spans=(
+                *self.version_spans,
+                *(replace(each, start=each.start + start, stop=each.stop + start) for each in later.version_spans),
+            ),
+            routed_experts=experts,
+            kept_ids=KeptIds.join(
+                [
+                    (self.kept_ids, len(self.completion_ids)),
+                    (None, len(given_ids)),
+                    (later.kept_ids, len(later.completion_ids)),
+                ]
+            ),
+            queue_s=None if waits[0] is None or waits[1] is None else waits[0] + waits[1],
+        )
+
+    @property
+    def sampled_mask(self) -> BoolMask:
+        """[C] true exactly on the ids that an engine sampled."""
+        mask: BoolMask = self.policy_versions != NO_VERSION
+        return mask
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled ids."""
+        return sum(span.stop - span.start for span in self.version_spans)
+
     @property
     def policy_versions(self) -> NDArray[np.int32]:
-        """[C] the policy version of each id."""
-        out = np.empty(len(self.completion_ids), dtype=np.int32)
+        """[C] the policy version of each id; `NO_VERSION` where it was given."""
+        out = np.full(len(self.completion_ids), NO_VERSION, dtype=np.int32)
         for span in self.version_spans:
             out[span.start : span.stop] = span.policy_version
         return out
@@ -300,6 +357,12 @@ class SampleResult:
         self.check_prompt(request)
         if len(self.sequences) != request.n:
             raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
+        for sequence in self.sequences:
+            if sequence.num_sampled != len(sequence.completion_ids):
+                raise EngineError(
+                    f"the engine reports the versions of {sequence.num_sampled} of {len(sequence.completion_ids)} "
+                    f"completion_ids: every id that it sampled needs one ({request.request_id})"
+                )
         if request.params.return_kept_ids and request.params.truncates:
             for sequence in self.sequences:
                 if sequence.kept_ids is None and sequence.finish_reason is not FinishReason.ABORT:
@@ -322,10 +385,6 @@ class SampleResult:
                 f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the "
                 f"{len(request.prompt_ids)} it was sent, first at position {where} (request {request.request_id})"
             )
-
-
-NO_VERSION = -1
-"""The policy version of a token that no engine sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ LIMITS = Limits(max_turns=3, max_tokens=100, timeout_s=60)
         ("close_timeout_s", True),
         ("max_result_chars", 0),
         ("max_result_chars", "9"),
+        ("thinking_tokens", 0),
+        ("thinking_tokens", True),
     ],
 )
 def test_a_limit_out_of_range_is_refused_by_name_and_value(field, value):

@@ -14,7 +14,14 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from unbroken.counters import Counters, Event, add_effort
-from unbroken.errors import EngineError, InvariantError, RewardError, SessionEndedError, StoreError
+from unbroken.errors import (
+    EngineError,
+    InvalidInputError,
+    InvariantError,
+    RewardError,
+    SessionEndedError,
+    StoreError,
+)
 from unbroken.ledger.nodes import ForkReason, Origin, Position
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.records import ImageRecord
@@ -26,7 +33,15 @@ from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
-from unbroken.types import EncodedImage, FinishReason, SampledSequence, SamplingParams, VersionSpan, read_kept_ids
+from unbroken.types import (
+    NO_VERSION,
+    EncodedImage,
+    FinishReason,
+    SampledSequence,
+    SamplingParams,
+    VersionSpan,
+    read_kept_ids,
+)
 
 _ABANDON_S = 10.0
 """How long to wait for the session of a cancelled attempt, and to try to delete it."""
@@ -80,8 +95,14 @@ async def run_agent_group(
     is in its trajectory in every case. If the call is cancelled, the sessions are deleted, and their requests aborted.
 
     Raises:
+        InvalidInputError: `limits.thinking_tokens` is set: an agent's requests have budgets of their own.
         ServerError: the gateway cannot be reached, or refuses.
     """
+    if limits.thinking_tokens is not None:
+        raise InvalidInputError(
+            f"rollouts.limits.thinking_tokens must be left out with an agent, got {limits.thinking_tokens}: its own "
+            "requests say how much it thinks (thinking_token_budget, thinking.budget_tokens, reasoning.max_tokens)"
+        )
     name = group_id or uuid.uuid4().hex
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -375,6 +396,7 @@ def _to_spans(versions: Any) -> tuple[VersionSpan, ...]:
     return tuple(
         VersionSpan(start=start, stop=stop, policy_version=int(values[start]))
         for start, stop in zip(starts, stops, strict=True)
+        if values[start] != NO_VERSION
     )
 
 

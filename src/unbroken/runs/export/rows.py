@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from unbroken.errors import ExportError, InvalidInputError, UnbrokenError, missing_extra
 from unbroken.ledger.export import export_samples, find_trained_paths
-from unbroken.ledger.nodes import Origin
 from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.sqlite import DATABASE_FILE
@@ -257,8 +256,8 @@ def make_rows(rollout: Rollout, form: RowForm, counts: Counter[str]) -> Iterator
 def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a branch with all that is known of it; lists have an entry for each id, null where there is none."""
     head, record, length = rollout.head, rollout.record, len(row["token_ids"])
-    origins = ((each["start"], each["stop"], each["origin"] == Origin.SAMPLED) for each in row["segments"])
-    sampled = _expand(origins, length, False)
+    # Each sampled id has its version: a completion's segment also has the ids that were given inside it.
+    sampled = _expand(((*span[:2], True) for span in _list(row, "policy_versions")), length, False)
     # A session's branches are of several agents: the rows of one had the tools of another, whose turn was the last.
     turns = _choose(record["turns"], row.get("turns"))
     return {
@@ -270,6 +269,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "branch": number,
         "num_turns": len(turns),
         "finish_reasons": [turn["finish_reason"] for turn in turns],
+        "num_forced": [turn.get("num_forced", 0) for turn in turns],
         "policies": [turn.get("policy") for turn in turns],
         "temperature": row.get("temperature"),
         "is_trained": row.get("is_trained"),
@@ -451,7 +451,7 @@ def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
         **dict.fromkeys(("sampled_mask", "loss_mask"), flags), "is_trained": pa.bool_(),
         **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits),
         **dict.fromkeys(("finish_reasons", "policies", "rollout_labels"), pa.list_(text)),
-        **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole),
+        **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole), "num_forced": pa.list_(whole),
         **dict.fromkeys(("reward", "reward_score", "wall_time_s", "temperature"), pa.float64()),
         **messages,
         "reward_model": pa.struct({"style": text, "ground_truth": text}),

@@ -80,7 +80,6 @@ def _find_status(record: SessionRecord) -> str:
 def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
     return {
         "reward": None,
-        "num_sampled": len(turn.sequence.completion_ids),
         "finish_reason": turn.sequence.finish_reason.value,
         "cut_by": None,
         "bridge": turn.continued == BridgeKind.DERIVED,
@@ -93,14 +92,15 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
         "times": None,
         "tolerances": turn.tolerances,
         "created_s": round(turn.created_s - stored.record.created_s, 3),
-        **describe_policy(turn.policy, turn.sequence),
+        **describe_sampled(turn.policy, turn.sequence),
     }
 
 
-def describe_policy(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
-    """The keys of a turn that say which policy answered, and with which versions, over its sampled ids."""
-    versions = sequence.policy_versions
-    return {"policy": policy, "policy_versions": find_runs(versions, where=versions != NO_VERSION)}
+def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
+    """The keys of a turn that say how many ids were sampled, how many were given inside, by whom and which versions."""
+    versions, num_sampled = sequence.policy_versions, sequence.num_sampled
+    counts = {"num_sampled": num_sampled, "num_forced": len(sequence.completion_ids) - num_sampled}
+    return {**counts, "policy": policy, "policy_versions": find_runs(versions, where=versions != NO_VERSION)}
 
 
 def _find_branch(turn: TurnRecord) -> str | None:

@@ -8,6 +8,8 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
     policy_versions    [[2, 4, 7], [5, 6, 7]]         [start, stop, value]: equal neighbours are one entry
     loss               [[2, 4], [5, 6]]
     advantages         [[2, 4, 0.5], [5, 6, 0.5]]
+
+Ids of a sampled segment without a version were given inside the completion, to close its reasoning (`num_forced`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from unbroken.runs.records.paths import (
     cut_path,
     describe_branch,
     describe_path,
-    describe_policy,
+    describe_sampled,
     find_runs,
     to_floats,
 )
@@ -211,7 +213,6 @@ def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[
 def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dict[str, Any]:
     return {
         "reward": reward,
-        "num_sampled": len(turn.sequence.completion_ids),
         "finish_reason": turn.sequence.finish_reason.value,
         "cut_by": None if turn.cut_by is None else turn.cut_by.value,
         "bridge": isinstance(turn.bridge, Bridge),
@@ -221,7 +222,7 @@ def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dic
         "call_statuses": [call.status.value for call in turn.parsed.tool_calls],
         "closing": _make_closing(turn.bridge),
         "times": None if times is None else _round_times(asdict(times)),
-        **describe_policy(turn.policy, turn.sequence),
+        **describe_sampled(turn.policy, turn.sequence),
     }
 
 

@@ -184,17 +184,23 @@ def _find_lost_ends(rows: Iterable[Mapping[str, Any]], nodes: _Nodes) -> dict[in
 
 
 def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: FinishReason) -> SampledSequence:
-    """The completion [start, stop) of a row."""
-    sampled = [each for each in row["segments"] if each["origin"] == Origin.SAMPLED]
-    before = sum(each["stop"] - each["start"] for each in sampled if each["stop"] <= start)
+    """The completion [start, stop) of a row; ids in it without a version were given."""
+    before = sum(min(last, start) - first for first, last, _ in row["policy_versions"] if first < start)
     spans = [
         VersionSpan(start=max(first, start) - start, stop=min(last, stop) - start, policy_version=version)
         for first, last, version in row["policy_versions"]
         if first < stop and last > start
     ]
+    logprobs = np.full(stop - start, np.nan, dtype=np.float32)
+    for span in spans:
+        own = row["rollout_logprobs"][before : before + span.stop - span.start]
+        if len(own) != span.stop - span.start:
+            raise InvariantError(f"rollout_logprobs has {len(row['rollout_logprobs'])} entries: each version needs one")
+        logprobs[span.start : span.stop] = own
+        before += len(own)
     return SampledSequence(
         completion_ids=np.array(row["token_ids"][start:stop], dtype=np.int32),
-        rollout_logprobs=np.array(row["rollout_logprobs"][before : before + stop - start], dtype=np.float32),
+        rollout_logprobs=logprobs,
         finish_reason=reason,
         version_spans=tuple(spans),
         temperature=row["temperature"],

@@ -11,10 +11,11 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from unbroken.images.loader import find_image_parts
 from unbroken.messages import get_image_source
@@ -22,14 +23,22 @@ from unbroken.rendering.base import PartKind
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Ids, Objects
+from unbroken.server.http.bodies import BodyModel, Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import continue_prompt, render_question
-from unbroken.server.turns import OpenTurn, Question, get_session_id, open_reply, read_retry_hint, stream_events
+from unbroken.server.turns import (
+    OpenTurn,
+    Question,
+    ThinkingBudget,
+    get_session_id,
+    open_reply,
+    read_retry_hint,
+    stream_events,
+)
 from unbroken.server.wire.conversation import Tools, fill_arguments, get_name, require_tool
-from unbroken.server.wire.fields import CHAT, find_unknown_keys
+from unbroken.server.wire.fields import CHAT, find_unknown_keys, list_asked
 from unbroken.server.wire.images import format_features
 from unbroken.server.wire.openai import (
     OpenAIFields,
@@ -47,6 +56,14 @@ _TEXT_KEYS = {PartKind.REASONING: ("reasoning_content", "reasoning"), PartKind.C
 """Clients read reasoning under either name: vLLM had the first one before 0.32, and has the second."""
 _ID_PREFIX = "chatcmpl-"
 router = Routes(Access.CLIENT)
+
+
+class _ReasoningBudget(BodyModel):
+    """How much to reason."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: int | None = Field(default=None, ge=1)
 
 
 class ChatBody(OpenAIFields):
@@ -69,6 +86,10 @@ class ChatBody(OpenAIFields):
     """Settings of the image processor for all images, such as `max_pixels`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template, such as `enable_thinking`."""
+    thinking_token_budget: int | None = Field(default=None, ge=1)
+    """From vLLM: the reasoning is closed after so many ids of the reply, by given ids. Not with `logprobs`."""
+    reasoning: _ReasoningBudget | None = None
+    """As OpenRouter has it: its `max_tokens` is a `thinking_token_budget`, but ignored where none can be kept."""
 
     def check_supported(self) -> list[str]:
         """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
@@ -88,6 +109,27 @@ class ChatBody(OpenAIFields):
                 400, f"top_logprobs needs logprobs true, got {self.top_logprobs} without it", param="top_logprobs"
             )
         return ignored
+
+    def make_budget(self, request: Request) -> ThinkingBudget | None:
+        """How much the reply may reason; other wishes for it are named as ignored."""
+        if self.reasoning is not None:
+            note_ignored(request, list_asked(self.reasoning.model_extra, "reasoning"))
+        if self.thinking_token_budget is not None and self.logprobs:
+            raise HttpError(
+                400,
+                f"thinking_token_budget must be left out with logprobs, got {self.thinking_token_budget}: the ids that "
+                "close the reasoning are given, and have none",
+                param="thinking_token_budget",
+            )
+        if self.thinking_token_budget is not None:
+            return ThinkingBudget(field="thinking_token_budget", num_ids=self.thinking_token_budget)
+        if self.reasoning is None or self.reasoning.max_tokens is None:
+            return None
+        name, note = "reasoning.max_tokens", partial(note_ignored, request)
+        if self.logprobs:
+            note([name])
+            return None
+        return ThinkingBudget(field=name, num_ids=self.reasoning.max_tokens, note_ignored=note)
 
     @property
     def reads_calls(self) -> bool:
@@ -211,6 +253,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
         structured_output=body.structured_output,
+        thinking=body.make_budget(request),
         n=body.num_choices,
         policy=policy,
         session_id=get_session_id(request, body.session_id),

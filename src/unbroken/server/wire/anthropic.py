@@ -162,9 +162,11 @@ Tool = Annotated[
 
 
 class Thinking(BodyModel):
-    """Whether the reply has its reasoning, and how. `budget_tokens` has no effect."""
+    """Whether the reply has its reasoning, and how."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None
+    """The reasoning is closed after so many ids of the reply; ignored for a template without reasoning."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted`: blocks without text, whose signature brings it back."""
 
@@ -282,6 +284,14 @@ class ConversationBody(BodyModel):
         """The field that `effort` is from."""
         is_off = self.thinking is not None and self.thinking.type == "disabled"
         return "thinking" if is_off else "output_config.effort"
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        """The field that bounds the reasoning, with its number of ids."""
+        thinking = self.thinking
+        if thinking is None or thinking.type == "disabled" or (thinking.budget_tokens or 0) < 1:
+            return None
+        return "thinking.budget_tokens", thinking.budget_tokens or 0
 
 
 class MessagesBody(ConversationBody):

@@ -121,7 +121,7 @@ _SHARED_REFUSED = {
     _PROMPT: "add_generation_prompt chat_template continue_final_message documents echo prompt_embeds suffix "
     "truncate_prompt_tokens",
     _SAMPLING: "allowed_token_ids bad_words early_stopping length_penalty logit_bias logits_processors min_tokens "
-    "priority repetition_detection thinking_token_budget typical_p use_beam_search vllm_xargs watermarking",
+    "priority repetition_detection typical_p use_beam_search vllm_xargs watermarking",
     _ANSWER: "logprob_token_ids return_prompt_text return_token_offsets routed_experts_prompt_start",
     "use response_format or structured_outputs": "guided_choice guided_grammar guided_json guided_regex "
     "guided_whitespace_pattern",
@@ -138,7 +138,11 @@ _SHARED_IGNORED = {
     "the server chooses": "guided_decoding_backend mm_payload return_mm_kwargs truncation_side",
 }
 COMPLETIONS = Fields(
-    refused={**_SHARED_REFUSED, _MEDIA: f"{_SHARED_REFUSED[_MEDIA]} mm_processor_kwargs"},
+    refused={
+        **_SHARED_REFUSED,
+        _MEDIA: f"{_SHARED_REFUSED[_MEDIA]} mm_processor_kwargs",
+        "chat completions have it": "thinking_token_budget",
+    },
     ignored={**_SHARED_IGNORED, "a text is encoded as the tokenizer does": "add_special_tokens"},
     ignores_unknown=True,
 )

@@ -177,7 +177,7 @@ class ThinkingConfig(_Object):
     include_thoughts: bool | None = None
     """Whether the answer has the reasoning as parts; its signatures have it in any case."""
     thinking_budget: int | None = None
-    """0 for not at all; any other value has no effect."""
+    """0 for not at all; a number closes the reasoning after so many ids of the reply, -1 never."""
     thinking_level: str | None = None
     """The template's variable `reasoning_effort`, if it reads it."""
 
@@ -245,8 +245,6 @@ class ContentsBody(_Object):
         ignored = GEMINI.check(self.model_extra)
         ignored += GEMINI_CONFIG.check(self.config.model_extra, place="generationConfig")
         ignored += GEMINI_CONFIG.check(self.thinking.model_extra, place="generationConfig.thinkingConfig")
-        if self.thinking.thinking_budget:
-            ignored.append("generationConfig.thinkingConfig.thinkingBudget")
         ignored += GEMINI_TOOLS.check((self.tool_config or ToolConfig()).model_extra, place="toolConfig")
         ignored += GEMINI_TOOLS.check(self.calling.model_extra, place=_CALLING)
         for k, tool in enumerate(self.tools or ()):
@@ -330,6 +328,12 @@ class ContentsBody(_Object):
         """The field that `effort` is from."""
         is_budget = self.thinking.thinking_budget == 0
         return f"generationConfig.thinkingConfig.{'thinkingBudget' if is_budget else 'thinkingLevel'}"
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        """The field that bounds the reasoning, with its number of ids; -1 leaves it to the model."""
+        number = self.thinking.thinking_budget or 0
+        return ("generationConfig.thinkingConfig.thinkingBudget", number) if number > 0 else None
 
     @property
     def sampling(self) -> SamplingFields:

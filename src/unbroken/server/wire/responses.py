@@ -253,6 +253,8 @@ class ReasoningOptions(BodyModel):
 
     effort: str | None = None
     """The template's variable `reasoning_effort`, if it reads it; "none": `enable_thinking: false`, likewise."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """As OpenRouter has it: the reasoning is closed after so many ids of the reply; ignored for a template without."""
 
 
 class ResponsesBody(BodyModel):
@@ -412,6 +414,12 @@ class ResponsesBody(BodyModel):
     def effort_field(self) -> str:
         """The field that `effort` is from."""
         return "reasoning.effort"
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        """The field that bounds the reasoning, with its number of ids."""
+        number = None if self.reasoning is None else self.reasoning.max_tokens
+        return None if number is None else ("reasoning.max_tokens", number)
 
     @property
     def seals_reasoning(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.counters import Counters
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
 from unbroken.training.metrics.writer import Metrics, counter_metrics
 from unbroken.training.objective.advantages import all_equal
 from unbroken.training.objective.comparison import MIN_GROUP_SIZE
@@ -40,6 +40,8 @@ class RolloutNumbers:
     """[trajectories] ids sampled in all turns."""
     turns: _Floats
     """[trajectories]"""
+    forced_ids: _Floats
+    """[turns] ids that were given inside it, to close its reasoning."""
     tool_calls: _Floats
     """[trajectories] calls that the policy tried to make, including those that did not parse or failed."""
     rollout_s: _Floats
@@ -74,6 +76,7 @@ class RolloutNumbers:
             prompt_tokens=_floats(map(_num_prompt_ids, members)),
             completion_tokens=_read("num_sampled", members),
             turns=_floats(len(member.turns) for member in members),
+            forced_ids=_floats(map(_num_forced_ids, chain.from_iterable(map(attrgetter("turns"), members)))),
             tool_calls=_floats(map(_num_tool_calls, members)),
             rollout_s=_read("wall_time_s", members),
             engine_s=_read("engine_s", members),
@@ -113,6 +116,8 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
         **_statistics("rollout/prompt_tokens", numbers.prompt_tokens, "mean", "max"),
         **_statistics("rollout/completion_tokens", numbers.completion_tokens, "mean", "min", "max"),
         **_statistics("rollout/turns", numbers.turns, "mean", "max"),
+        "rollout/forced_ids": int(numbers.forced_ids.sum()),
+        "rollout/closed_turns": float((numbers.forced_ids > 0).mean()) if len(numbers.forced_ids) else None,
         **_statistics("seconds/rollout", numbers.rollout_s, "mean", "max"),
         **_statistics("seconds/engine", numbers.engine_s, "mean", "max"),
         **_statistics("seconds/queue", numbers.queue_s, "mean", "max"),
@@ -170,6 +175,10 @@ def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
 def _num_prompt_ids(trajectory: Trajectory) -> int:
     nodes = trajectory.tree.nodes
     return len(nodes[0].token_ids) if nodes else 0
+
+
+def _num_forced_ids(turn: Turn) -> int:
+    return len(turn.sequence.completion_ids) - turn.sequence.num_sampled
 
 
 def _num_tool_calls(trajectory: Trajectory) -> int:

@@ -1,8 +1,8 @@
 // What is known of each id of a row, as arrays, and the colours that show it.
 'use strict';
 
-const ORIGINS = ['prompt', 'sampled', 'bridge', 'tool text', 'message text', 'closing', 'image'];
-const [PROMPT, SAMPLED, BRIDGE, TOOL_TEXT, MESSAGE_TEXT, CLOSING, IMAGE] = ORIGINS.keys();
+const ORIGINS = ['prompt', 'sampled', 'bridge', 'tool text', 'message text', 'closing', 'image', 'given inside a turn'];
+const [PROMPT, SAMPLED, BRIDGE, TOOL_TEXT, MESSAGE_TEXT, CLOSING, IMAGE, FORCED] = ORIGINS.keys();
 const LOSS_STATES = ['not in the loss', 'in the loss', 'clipped', 'corrected'];
 
 /* Arrays of the T ids of a row; NaN or -1 where there is nothing. */
@@ -20,6 +20,7 @@ function expandRow(rollout, number) {
     advantage: new Float64Array(length).fill(NaN), version: new Float64Array(length).fill(NaN),
   };
   let sampled = 0;
+  for (const [start, stop, version] of row.policy_versions) data.version.fill(version, start, stop);
   for (const segment of row.segments) {
     const turn = rollout.turn_of_node[segment.node] ?? -1;
     for (let n = segment.start; n < segment.stop; n += 1) {
@@ -27,6 +28,10 @@ function expandRow(rollout, number) {
       data.node[n] = segment.node;
       if (data.origin[n] !== SAMPLED) continue;
       data.turn[n] = turn;
+      if (Number.isNaN(data.version[n])) {  // no engine sampled it: it ends reasoning that was too long
+        data.origin[n] = FORCED;
+        continue;
+      }
       data.sampler[n] = row.rollout_logprobs[sampled] ?? NaN;
       data.trainer[n] = row.trainer_logprobs?.[sampled] ?? NaN;
       data.entropy[n] = row.entropies?.[sampled] ?? NaN;
@@ -35,7 +40,6 @@ function expandRow(rollout, number) {
     }
   }
   for (const [start, stop, index] of row.message_indices) data.message.fill(index, start, stop);
-  for (const [start, stop, version] of row.policy_versions) data.version.fill(version, start, stop);
   for (const [start, stop] of row.loss) data.loss.fill(1, start, stop);
   for (const [start, stop] of row.clipped ?? []) data.loss.fill(2, start, stop);
   for (const [start, stop] of row.corrected ?? []) data.loss.fill(3, start, stop);
@@ -164,7 +168,7 @@ function describeToken(rollout, data, n) {
   const pairs = [['position', String(n)], ['id', String(id)], ['text', text === undefined ? 'not known' : JSON.stringify(makeVisible(text))]];
   if (text !== undefined) pairs.push(['bytes', rollout.bytes[id] ?? spellBytes(text)]);
   pairs.push(['origin', ORIGINS[data.origin[n]]], ['node', String(data.node[n])]);
-  if (sampled) pairs.push(['turn', data.turn[n] < 0 ? 'not known' : String(data.turn[n])]);
+  if (sampled || data.origin[n] === FORCED) pairs.push(['turn', data.turn[n] < 0 ? 'not known' : String(data.turn[n])]);
   else if (data.nextTurn[n] >= 0) pairs.push(['turn', `prompt of ${data.nextTurn[n]}`]);
   if (data.message[n] >= 0) pairs.push(['message', String(data.message[n])]);
   if (sampled) {
