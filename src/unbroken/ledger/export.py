@@ -35,8 +35,8 @@ def export_samples(
 
     If these ids have several temperatures there is a row for each, in the order in which the temperatures appear.
 
-    `advantage` is one number for all ids; or, by the number of each node that was sampled, one for all of its ids or one
-    for each.
+    `advantage` is one number for all ids; or, by the number of each node that was sampled, one for all of its ids or
+    one for each.
 
     A sampled id that several branches share is in the loss of the first only. A leaf with no ids left to train (an
     unanswered prompt, a branch that ends inside an earlier one) gives no row. A row ends with its last trained id:

@@ -144,7 +144,7 @@ def get_parts(group: ComparedGroup) -> RewardParts:
     if not weights or any(member.reward_weights != weights for member in group.members):
         raise InvalidInputError(
             "advantages of parts of rewards (gdpo) need a reward that is a weighted sum of functions ([[rewards]]), "
-            f"and group {group.name} has {'several sums' if weights else 'none'}: parts of an environment have no weights"
+            f"and group {group.name} has {'several' if weights else 'none'}: parts of an environment have no weights"
         )
     values = [[member.reward_parts.get(name, np.nan) for member in group.members] for name in weights]
     return RewardParts(np.array(values, dtype=np.float64), np.array([*weights.values()], dtype=np.float64))
