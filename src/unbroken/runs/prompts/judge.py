@@ -38,7 +38,8 @@ from unbroken.errors import InvalidInputError, RewardError, ServerBusyError, Ser
 from unbroken.messages import get_text
 
 _PATH = "/chat/completions"
-_METRICS = ("judge/requests", "judge/cached", "judge/failed", "judge/seconds")
+METRICS = ("judge/requests", "judge/cached", "judge/failed", "judge/seconds")
+"""What it counts, in the metrics of a step."""
 _FORMAT = 1
 _LOCK_WAIT_S = 60.0
 """How long a process waits for another one that writes the cache."""
@@ -117,7 +118,7 @@ class Judge:
 
     async def __call__(self, completions: Sequence[Any], prompts: Sequence[Any], **columns: Any) -> list[float | None]:
         """The reward of each completion; raises `RewardError` as the class says, or if a request failed each time."""
-        for metric in _METRICS:
+        for metric in METRICS:
             add_cost(metric, 0)
         texts = []
         for k, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
