@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,74 +48,67 @@ _SHOWN = 200
 """Characters of a reply or an error in a message."""
 
 
+@dataclass(eq=False, slots=True)
 class Judge:
     """A reward function that asks a model behind a URL. It may be called with any columns of a data set.
 
     The same request is sent once: replies that could be parsed are kept in `cache`, which several processes may share.
     What was asked counts against `max_requests` and `max_total_tokens`, all that the cache has seen, over restarts;
     without a cache, all that this object has. If nothing is left, a `RewardError` ends the run.
+
+    Raises:
+        InvalidInputError: a number is out of range, `prompt` has a brace that is not closed, or `cache` is another
+            file.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        prompt: str | Callable[[Mapping[str, Any]], str],
-        parse: Callable[[str], float | None] = float,
-        options: Mapping[str, Any] | None = None,
-        api_key: str | None = None,
-        cache: str | Path | None = None,
-        max_requests: int | None = None,
-        max_total_tokens: int | None = None,
-        max_concurrent: int = 8,
-        max_retries: int = 3,
-        retry_wait_s: float = 1.0,
-        timeout_s: float = 120.0,
-    ) -> None:
-        """Open the cache; nothing is asked yet.
+    url: str
+    """What comes before `/chat/completions`; usually it ends in `/v1`."""
+    model: str
+    """Its name there."""
+    _: KW_ONLY
+    prompt: str | Callable[[Mapping[str, Any]], str]
+    """What the judge reads, with `{prompt}`, `{completion}` and `{COLUMN}` of the data set in braces; or a function of
+    these by name that returns it."""
+    parse: Callable[[str], float | None] = float
+    """Gives the reward of a reply, or None for no opinion; a `ValueError` makes it a bad reply. By default the whole
+    reply is a number."""
+    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    """Other fields of the request; by default only a temperature of 0."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token."""
+    cache: str | Path | None = None
+    """A file of replies, made if it is not there. None: none is kept."""
+    max_requests: int | None = None
+    """How many may be sent. None: no limit."""
+    max_total_tokens: int | None = None
+    """Of `usage.total_tokens` of the replies: nothing is sent once so many are used."""
+    max_concurrent: int = 8
+    """Requests in flight at a time, of all prompts."""
+    max_retries: int = 3
+    """How often a request is sent again after an error of the server, or a reply that does not parse."""
+    retry_wait_s: float = 1.0
+    """Wait before the first of these; it doubles each time."""
+    timeout_s: float = 120.0
+    """For an answer."""
+    _write: Callable[[Mapping[str, Any]], str] = field(init=False, repr=False)
+    _store: _Store = field(init=False, repr=False)
+    _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
+        init=False, repr=False, default_factory=WeakKeyDictionary
+    )
 
-        Args:
-            url: what comes before `/chat/completions`; usually it ends in `/v1`.
-            model: its name there.
-            prompt: what the judge reads, with `{prompt}`, `{completion}` and `{COLUMN}` of the data set in braces; or a
-                function of these by name that returns it.
-            parse: gives the reward of a reply, or None for no opinion; a `ValueError` makes it a bad reply. By default
-                the whole reply is a number.
-            options: other fields of the request. By default temperature 0.
-            api_key: sent as a bearer token.
-            cache: a file of replies, made if it is not there. None: none is kept.
-            max_requests: how many may be sent. None: no limit.
-            max_total_tokens: of `usage.total_tokens` of the replies: nothing is sent once so many are used.
-            max_concurrent: requests in flight at a time, of all prompts.
-            max_retries: how often a request is sent again after an error of the server, or a reply that does not parse.
-            retry_wait_s: before the first of these; it doubles each time.
-            timeout_s: for an answer.
-
-        Raises:
-            InvalidInputError: a number is out of range, `prompt` has a brace that is not closed, or `cache` is another
-                file.
-        """
+    def __post_init__(self) -> None:
         for name, value, least in (
-            ("max_requests", max_requests, 1), ("max_total_tokens", max_total_tokens, 1),
-            ("max_concurrent", max_concurrent, 1), ("max_retries", max_retries, 0), ("retry_wait_s", retry_wait_s, 0),
+            ("max_requests", self.max_requests, 1), ("max_total_tokens", self.max_total_tokens, 1),
+            ("max_concurrent", self.max_concurrent, 1), ("max_retries", self.max_retries, 0),
+            ("retry_wait_s", self.retry_wait_s, 0),
         ):  # fmt: skip
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise InvalidInputError(f"{name} must be a number >= {least}, got {value}")
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise InvalidInputError(f"timeout_s must be a finite number > 0, got {timeout_s}")
-        self._url = url.rstrip("/")
-        self._fields = {"model": model, **({"temperature": 0} if options is None else options)}
-        self._write = _make_writer(prompt) if isinstance(prompt, str) else prompt
-        self._parse = parse
-        self._api_key = api_key
-        self._store = _Store(cache, max_requests=max_requests, max_total_tokens=max_total_tokens)
-        self._needs_usage = max_total_tokens is not None
-        self._max_concurrent = max_concurrent
-        self._max_retries = max_retries
-        self._retry_wait_s = retry_wait_s
-        self._timeout_s = timeout_s
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise InvalidInputError(f"timeout_s must be a finite number > 0, got {self.timeout_s}")
+        self.url = self.url.rstrip("/")
+        self._write = _make_writer(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        self._store = _Store(self.cache, max_requests=self.max_requests, max_total_tokens=self.max_total_tokens)
 
     async def __call__(self, completions: Sequence[Any], prompts: Sequence[Any], **columns: Any) -> list[float | None]:
         """The reward of each completion; raises `RewardError` as the class says, or if a request failed each time."""
@@ -125,13 +119,13 @@ class Judge:
             values = {name: of_column[k] for name, of_column in columns.items()}
             texts.append(self._write({**values, "prompt": prompt, "completion": completion}))
         calls = Calls(
-            self._url,
-            api_key=self._api_key,
-            timeout_s=self._timeout_s,
-            connect_timeout_s=self._timeout_s,
-            max_retries=self._max_retries,
+            self.url,
+            api_key=self.api_key,
+            timeout_s=self.timeout_s,
+            connect_timeout_s=self.timeout_s,
+            max_retries=self.max_retries,
             # Without TLS no certificates are read.
-            transport=httpx.AsyncHTTPTransport(verify=self._url.startswith("https:")),
+            transport=httpx.AsyncHTTPTransport(verify=self.url.startswith("https:")),
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -143,11 +137,11 @@ class Judge:
         return [asked[text].result() for text in texts]
 
     async def _score(self, calls: Calls, text: str) -> float | None:
-        body = {**self._fields, "messages": [{"role": "user", "content": text}]}
-        request = json.dumps([self._url, body], sort_keys=True)
+        body = {"model": self.model, **self.options, "messages": [{"role": "user", "content": text}]}
+        request = json.dumps([self.url, body], sort_keys=True)
         digest = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()
         loop = asyncio.get_running_loop()
-        async with self._slots.setdefault(loop, asyncio.Semaphore(self._max_concurrent)):
+        async with self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent)):
             reply = await asyncio.to_thread(self._store.find, digest)
             if reply is not None:
                 try:
@@ -163,7 +157,7 @@ class Judge:
 
     async def _ask(self, calls: Calls, body: Mapping[str, Any]) -> tuple[str, float | None]:
         """A reply that could be parsed, and its score."""
-        for retry in range(self._max_retries + 1):
+        for retry in range(self.max_retries + 1):
             await asyncio.to_thread(self._store.spend)
             add_cost("judge/requests", 1)
             started = time.perf_counter()
@@ -174,16 +168,16 @@ class Judge:
                 return reply, self._read_score(reply)
             except (ServerError, _BadReplyError) as error:
                 add_cost("judge/failed", 1)
-                if retry == self._max_retries or not _may_help(error):
-                    raise RewardError(f"the judge {self._url} failed at try {retry + 1}: {error}") from None
+                if retry == self.max_retries or not _may_help(error):
+                    raise RewardError(f"the judge {self.url} failed at try {retry + 1}: {error}") from None
             except RewardError:
                 raise
             except InvalidInputError as error:  # a request that is refused is refused again
                 add_cost("judge/failed", 1)
-                raise RewardError(f"the judge {self._url} refuses the request: {error}") from None
+                raise RewardError(f"the judge {self.url} refuses the request: {error}") from None
             finally:
                 add_cost("judge/seconds", time.perf_counter() - started)
-            await asyncio.sleep(self._retry_wait_s * 2**retry)
+            await asyncio.sleep(self.retry_wait_s * 2**retry)
         raise AssertionError("unreachable")
 
     def _read_usage(self, answer: Any) -> int:
@@ -192,16 +186,16 @@ class Judge:
         tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
         if type(tokens) is int and tokens >= 0:
             return tokens
-        if self._needs_usage:
+        if self.max_total_tokens is not None:
             raise RewardError(
-                f"the judge {self._url} must answer with usage.total_tokens, by which max_total_tokens is kept, got "
+                f"the judge {self.url} must answer with usage.total_tokens, by which max_total_tokens is kept, got "
                 f"{str(usage)[:_SHOWN]}"
             )
         return 0
 
     def _read_score(self, reply: str) -> float | None:
         try:
-            score = self._parse(reply)
+            score = self.parse(reply)
         except ValueError as error:
             raise _BadReplyError(f"the reply {reply[:_SHOWN]!r} does not parse: {error}") from None
         if score is not None and not math.isfinite(score):

@@ -29,8 +29,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from unbroken.counters import count_costs
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
@@ -48,8 +46,10 @@ OWN_REWARD = "environment"
 """The name of an environment's own reward, among those of functions."""
 
 
-_Given: TypeAlias = float | tuple[SpanReward, ...] | None
-"""What a function returned for a completion: a reward, rewards of spans, or no opinion."""
+_Known: TypeAlias = float | tuple[SpanReward, ...]
+"""What a function returned for a completion: a reward, or rewards of spans."""
+_Given: TypeAlias = _Known | None
+"""The same, or no opinion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,27 +212,27 @@ class Rewards:
         for k, trajectory in enumerate(trajectories):
             given = {name: value for name, of_function in values.items() if (value := of_function[k]) is not None}
             spans = self._list_spans(trajectory, given) if has_spans else ()
-            parts = {name: _sum_spans(value) if isinstance(value, tuple) else value for name, value in given.items()}
-            scored[trajectory.trajectory_id] = replace(self._set_reward(trajectory, parts), span_rewards=spans)
+            scored[trajectory.trajectory_id] = replace(self._set_reward(trajectory, given), span_rewards=spans)
         members = tuple(scored.get(each.trajectory_id, each) for each in group.trajectories)
         return replace(group, trajectories=members, reward_costs=costs)
 
-    def _list_spans(self, trajectory: Trajectory, given: Mapping[str, _Given]) -> tuple[SpanReward, ...]:
+    def _list_spans(self, trajectory: Trajectory, given: Mapping[str, _Known]) -> tuple[SpanReward, ...]:
         """All that a trajectory is rewarded for, with weights, but for its turns: a number is for all ids."""
         num_ids = trajectory.num_sampled
-        sources = [(self._weights[name], value) for name, value in given.items()]
+        sources: list[tuple[float, _Known]] = [(self._weights[name], value) for name, value in given.items()]
         if self._add_to_own:
             assert trajectory.reward is not None, "those that can be trained on have a reward"
             sources.insert(0, (1.0, trajectory.reward - sum(trajectory.turn_rewards)))
         spans = []
         for weight, value in sources if num_ids else ():
-            of_source = value if isinstance(value, tuple) else (SpanReward(0, num_ids, value or 0.0),)
+            of_source = value if isinstance(value, tuple) else (SpanReward(0, num_ids, value),)
             spans += [span._replace(reward=weight * span.reward) for span in of_source]
         return tuple(sorted(spans, key=lambda span: (span.stop, span.start)))
 
-    def _set_reward(self, trajectory: Trajectory, parts: Mapping[str, float]) -> Trajectory:
-        if not parts and not self._add_to_own:
+    def _set_reward(self, trajectory: Trajectory, given: Mapping[str, _Known]) -> Trajectory:
+        if not given and not self._add_to_own:
             return replace(trajectory, reward=None, status=TrajectoryStatus.UNSCORED)
+        parts = {name: _sum_spans(value) if isinstance(value, tuple) else value for name, value in given.items()}
         reward = sum(function.weight * parts[function.name] for function in self._functions if function.name in parts)
         if self._add_to_own:
             assert trajectory.reward is not None, "those that can be trained on have a reward"
@@ -306,8 +306,7 @@ def _check_returned(returned: Any, num_ids: Sequence[int], place: str) -> list[_
 
 
 def _check_given(value: Any, num_ids: int, place: str) -> _Given:
-    if isinstance(value, np.ndarray) or hasattr(value, "tolist"):
-        value = value.tolist()
+    value = value.tolist() if hasattr(value, "tolist") else value
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):

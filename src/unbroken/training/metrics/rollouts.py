@@ -80,7 +80,7 @@ class RolloutNumbers:
             rollout_s=_read("wall_time_s", members),
             engine_s=_read("engine_s", members),
             queue_s=_floats(queues),
-            reward_costs=_sum_by_name(group.reward_costs for group in sampled),
+            reward_costs=_sum_by_name(map(attrgetter("reward_costs"), sampled)),
             group_sizes=_floats(map(_num_compared, rewards)),
             group_stds=_floats(map(_std, compared)),
             counters=counters,
@@ -100,7 +100,7 @@ class RolloutNumbers:
             name: np.concatenate([process.reward_parts.get(name, _floats(())) for process in processes])
             for name in names
         }
-        costs = _sum_by_name(process.reward_costs for process in processes)
+        costs = _sum_by_name(map(attrgetter("reward_costs"), processes))
         return RolloutNumbers(**merged, reward_parts=parts, reward_costs=costs, counters=counters)
 
 

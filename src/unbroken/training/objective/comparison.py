@@ -20,7 +20,7 @@ from unbroken.training.objective.advantages import (
 )
 
 GroupAdvantages: TypeAlias = Sequence[float | NDArray[np.float64]]
-"""For each member of a group one number, or one for each of its `PlacedRewards`."""
+"""For each member of a group one number, or one for each of its `_PlacedRewards`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def compute_advantages(
     return ComparedGroups(groups=compared, advantages=values)
 
 
-class PlacedRewards(NamedTuple):
+class _PlacedRewards(NamedTuple):
     """The rewards of a trajectory, each where it stands."""
 
     ends: NDArray[np.int64]
@@ -114,7 +114,7 @@ class PlacedRewards(NamedTuple):
         return np.append(advantages, 0.0)[places]
 
 
-def place_rewards(member: Trajectory, reward: float) -> PlacedRewards:
+def place_rewards(member: Trajectory, reward: float) -> _PlacedRewards:
     """The rewards of a member's turns, or of its spans; what remains of its `reward` belongs to the last id."""
     ends = np.cumsum([len(turn.sequence.completion_ids) for turn in member.turns], dtype=np.int64)
     if member.span_rewards:
@@ -122,10 +122,10 @@ def place_rewards(member: Trajectory, reward: float) -> PlacedRewards:
     rewards = np.array(member.turn_rewards or [0.0] * len(member.turns), dtype=np.float64)
     if len(rewards):
         rewards[-1] += reward - sum(member.turn_rewards)
-    return PlacedRewards(ends, rewards)
+    return _PlacedRewards(ends, rewards)
 
 
-def _place_spans(member: Trajectory, turn_ends: Sequence[int], *, lost: float) -> PlacedRewards:
+def _place_spans(member: Trajectory, turn_ends: Sequence[int], *, lost: float) -> _PlacedRewards:
     """`lost` is what the comparison takes from the reward (`OverlongConfig`), as a number <= 0."""
     given = [(span.stop, span.reward) for span in member.span_rewards]
     given += zip(turn_ends, member.turn_rewards, strict=True) if member.turn_rewards else ()
@@ -133,7 +133,7 @@ def _place_spans(member: Trajectory, turn_ends: Sequence[int], *, lost: float) -
     placed: dict[int, float] = {}
     for end, reward in sorted(given):
         placed[end] = placed.get(end, 0.0) + reward
-    return PlacedRewards(np.array([*placed], dtype=np.int64), np.array([*placed.values()], dtype=np.float64))
+    return _PlacedRewards(np.array([*placed], dtype=np.int64), np.array([*placed.values()], dtype=np.float64))
 
 
 def get_parts(group: ComparedGroup) -> RewardParts:
