@@ -16,5 +16,5 @@ judge = Judge(
     ),
     options={"temperature": 0, "max_tokens": 8},
     cache="judge.sqlite",  # in the current folder
-    max_requests=100_000,
+    max_requests=int(os.environ.get("JUDGE_REQUESTS", "100000")),  # raised without a change of this file
 )

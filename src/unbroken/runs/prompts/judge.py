@@ -321,7 +321,7 @@ class _Store:
         limits = " and ".join(f"{name} {limit}" for name, limit in self._limits.items() if limit is not None)
         raise RewardError(
             f"the judge's budget is spent: {where} has sent {made} requests, of {used} tokens, with {limits}. Give "
-            "more, and the same command continues the run"
+            "more; if that changes a file, the same command says how the run goes on"
         )
 
     def add_tokens(self, number: int) -> None:
