@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from support import gdpo_process
 from support.effort import num_cases
+from support.processes import run_two
 from support.rows import group, trajectory
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
@@ -159,3 +162,14 @@ def test_what_changes_the_sum_and_no_part_of_it_is_refused(config, name):
     PolicyGradient(GDPO).check_config(TrainerConfig())
     with pytest.raises(InvalidInputError, match=rf"TrainerConfig\.{name}: it changes the sum of the rewards"):
         PolicyGradient(GDPO).check_config(config)
+
+
+@pytest.mark.e2e
+def test_two_processes_have_the_advantages_of_one_with_all_groups(tmp_path):
+    """And where one has rewards without parts, both end."""
+    run_two("support.gdpo_process", tmp_path)
+    (first, of_first), (second, of_second) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    alone = build_samples([*gdpo_process.make_groups(0), *gdpo_process.make_groups(1)], GDPO, Counters())
+    assert first + second == last_advantages(alone)
+    assert "process 1 failed: InvalidInputError: advantages of parts" in of_first
+    assert of_second.startswith("advantages of parts of rewards (gdpo) need")
