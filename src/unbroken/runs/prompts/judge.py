@@ -31,12 +31,23 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import httpx
-
-from unbroken.client.calls import Calls
 from unbroken.counters import add_cost
-from unbroken.errors import InvalidInputError, RewardError, ServerBusyError, ServerError, ServerUnreachableError
+from unbroken.errors import (
+    InvalidInputError,
+    RewardError,
+    ServerBusyError,
+    ServerError,
+    ServerUnreachableError,
+    missing_extra,
+)
 from unbroken.messages import get_text
+
+try:
+    import httpx
+
+    from unbroken.client.calls import Calls
+except ImportError as error:
+    raise missing_extra(error, "a judge needs the client extra", "client") from error
 
 _PATH = "/chat/completions"
 METRICS = ("judge/requests", "judge/cached", "judge/failed", "judge/seconds")
