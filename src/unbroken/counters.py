@@ -90,6 +90,26 @@ class Effort:
         self.num_ids += num_ids
 
 
+_current_costs: ContextVar[dict[str, float] | None] = ContextVar("costs", default=None)
+
+
+@contextmanager
+def count_costs() -> Iterator[dict[str, float]]:
+    """Collect what `add_cost` adds in the block, in this task and those that it starts."""
+    costs: dict[str, float] = {}
+    token = _current_costs.set(costs)
+    try:
+        yield costs
+    finally:
+        _current_costs.reset(token)
+
+
+def add_cost(metric: str, value: float) -> None:
+    """Count what a reward function does, under the name of a metric; 0 makes it known."""
+    if (costs := _current_costs.get()) is not None:
+        costs[metric] = costs.get(metric, 0) + value
+
+
 _current_effort: ContextVar[Effort | None] = ContextVar("effort", default=None)
 
 

@@ -136,6 +136,7 @@ NOT_RUN = {
     ("docs/gateway.md", "from agents import Agent"): OWN_SDK,
     ("docs/gateway.md", "from langchain_openai"): OWN_SDK,
     ("docs/gateway.md", "OPENAI_API_BASE=$URL"): OWN_SDK,
+    ("docs/training.md", "python recipes/judge/stand_in.py"): "tests/e2e/test_train_judge.py does it",
     ("docs/tinker.md", "import tinker"): "tests/e2e/test_tinker.py runs it",
     ("docs/tinker-agents.md", " your loop ──"): DIAGRAM,
     ("docs/tinker-agents.md", "unbroken serve"): "tests/e2e/test_tinker_agents.py starts both",
@@ -529,6 +530,11 @@ def test_the_blocks_of_training_rollouts_and_environments_run(
     assert main(["train", "guess.toml", "--output=runs/guess", *SMALL]) == 0
     correct = run_python(block("docs/training.md", "def correct(completions, answer):"))["correct"]
     assert correct([" 23", "2"], ["23", "23"]) == [1.0, 0.0]
+    process = run_python(block("docs/training.md", "def no_repeats(completion_ids):"))
+    assert process["no_repeats"]([[5, 5, 6], [7]]) == [[0.0, -0.1, 0.0], [0.0]]
+    assert process["in_halves"]([[5, 5, 6], [7]], [(1, 0), (1, 1)]) == [[(0, 1, 1), (1, 3, 0)], None]
+    judge = run_python(block("docs/training.md", "# rewards.py\nimport os"))["judge"]
+    assert (judge.max_requests, (workplace / judge.cache).exists()) == (50_000, True)
     (workplace / "env.py").write_text(block("docs/own-environment.md", "import random"))
     assert main(["train", "--env", "env.py:Sum", "--model=path/to/model", "--output=runs/env", *SMALL]) == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from unbroken.counters import Counters
 from unbroken.errors import InvariantError
@@ -15,6 +15,15 @@ from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse
 from unbroken.rollout.limits import Limit
 from unbroken.types import SampledSequence
+
+
+class SpanReward(NamedTuple):
+    """A reward for a part of what a trajectory sampled."""
+
+    start: int
+    stop: int
+    """It is for the ids [start, stop) of all that were sampled, in the order of their turns."""
+    reward: float
 
 
 class TrajectoryStatus(StrEnum):
@@ -112,8 +121,13 @@ class Trajectory:
     """The environment's, and those of the turns. None after an abort or a failure, and if it is unscored."""
     turn_rewards: tuple[float, ...] = ()
     """One for each of `turns`, 0 where the environment gave none; empty if it gave none at all."""
+    span_rewards: tuple[SpanReward, ...] = ()
+    """In the order of their ends, if a reward function gave rewards for spans to a sibling: then all that functions
+    gave, times their weights; a number is for all ids. They are in `reward` too."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The known parts of the reward by name, for the metrics."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """If `reward` is a weighted sum of parts: the weight of each, also of those that have no opinion on this one."""
     times: tuple[TurnTimes, ...] = ()
     """One for each of `turns`; empty if they are not known."""
     counters: Counters
@@ -130,6 +144,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != len(self.turns):
             raise InvariantError(f"turn_rewards has {len(self.turn_rewards)} entries for {len(self.turns)} turns")
+        if any(not 0 <= span.start < span.stop <= self.num_sampled for span in self.span_rewards):
+            raise InvariantError(f"span_rewards must be of {self.num_sampled} sampled ids, got {self.span_rewards}")
         if self.times and len(self.times) != len(self.turns):
             raise InvariantError(f"times has {len(self.times)} entries for {len(self.turns)} turns")
 
@@ -147,6 +163,8 @@ class TrajectoryGroup:
     trajectories: tuple[Trajectory, ...]
     data: Mapping[str, Any] | None = None
     """The problem's row of a data set: its `index`, and its `columns` in types that JSON has."""
+    reward_costs: Mapping[str, float] = field(default_factory=dict)
+    """What its reward functions counted, by the name of a metric, which is the sum over all groups of a step."""
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

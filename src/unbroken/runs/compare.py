@@ -19,10 +19,11 @@ from unbroken.runs.records.files import FOLDER, find_records
 from unbroken.runs.records.recorded import RecordedStep, read_step
 
 _MEASURED = (
-    "seconds/", "idle/", "memory/", "tokens_per_s/", "outages/", "weights/", "sampler/", "step",
+    "seconds/", "idle/", "memory/", "tokens_per_s/", "outages/", "weights/", "sampler/", "judge/", "step",
     "rollout/num_tool_calls", "rollout/prompt_tokens",
 )  # fmt: skip
-"""Metrics of the machine; and of what records do not give back: calls, and prompts that were not answered."""
+"""Metrics of the machine; and of what records do not give back: calls, prompts that were not answered, and what reward
+functions counted."""
 _OF_ROW = ("policy_versions", "temperature", "is_trained", "loss", "advantages", "trainer_logprobs")
 """Keys of a row that are compared after its ids and their logprobs."""
 _OF_SCORED_ROW = ("trainer_logprobs",)

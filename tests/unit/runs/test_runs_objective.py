@@ -231,3 +231,12 @@ def test_sampling_that_the_trainer_cannot_reproduce_is_refused_by_name(name, val
     with pytest.raises(InvalidInputError, match=rf"sampling\.{name} must be .* the trainer's logprobs would not be"):
         RolloutConfig(sampling=SamplingParams(**{name: value}))
     assert getattr(EvaluationConfig(sampling=SamplingParams(**{name: value})).sampling, name) == value
+
+
+def test_gdpo_needs_reward_functions_before_anything_is_loaded(tmp_path):
+    (tmp_path / "env.py").write_text("class Own: pass\n")
+    (tmp_path / "recipe.toml").write_text('model = "m"\nloop.num_steps = 1\nenvironment = "env.py:Own"\n')
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    recipe.configure([])
+    with pytest.raises(InvalidInputError, match="rewards must hold functions with advantages gdpo"):
+        recipe.configure(["--advantages=gdpo"])

@@ -119,6 +119,7 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
+        self._check_parts()
         self._check_files()
         RunConfig.__post_init__(self)  # last, because it loads torch for the objective
 
@@ -126,6 +127,13 @@ class Config(RunConfig):
     def max_turns(self) -> int:
         """See `RunConfig`: an answer without tools is one turn."""
         return self.rollouts.limits.max_turns if self.tools or self.environment or self.agent else 1
+
+    def _check_parts(self) -> None:
+        if self.advantages == "gdpo" and not self.rewards:
+            raise InvalidInputError(
+                "rewards must hold functions with advantages gdpo, which normalises each apart: the parts of an "
+                "environment's reward have no weights"
+            )
 
     def _check_files(self) -> None:
         """Raise `InvalidInputError` for files and folders that are not there."""

@@ -8,6 +8,10 @@ numbers. It may be async. A judge is such a function too. None instead of a numb
 out. A completion on which no function has an opinion is not compared with its siblings, and is trained on only for its
 distance to a reference, if there is one.
 
+Instead of a number a function may give rewards for parts of a completion (process rewards), by the places of its
+sampled ids, of which `completion_ids` has the list: spans `[(0, 12, 0.5), (12, 30, 1.0)]`, or one number for each id.
+`turn_grpo` and `turn_returns` make advantages of these for each id; with other advantages their sum counts.
+
 Worked example, two functions with the weights 1 and 0.5 and four completions: [1, 0, 1, None] and [0.2, 0.4, None,
 None] give the rewards [1.1, 0.2, 1] and leave the last completion out.
 """
@@ -23,13 +27,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from unbroken.counters import count_costs
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import Message, copy_containers, get_text
 from unbroken.rollout.failures import format_error, format_frames, is_connection_failure, must_propagate
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.python_files import ModelName, load_object
 from unbroken.threads import run_in_daemon_thread
 from unbroken.training.objective.samples import keep_trainable
@@ -39,6 +44,12 @@ OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids", "status
 """Arguments that a reward function may name besides the columns of the data set."""
 OWN_REWARD = "environment"
 """The name of an environment's own reward, among those of functions."""
+
+
+_Known: TypeAlias = float | tuple[SpanReward, ...]
+"""What a function returned for a completion: a reward, or rewards of spans."""
+_Given: TypeAlias = _Known | None
+"""The same, or no opinion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,26 +115,26 @@ class RewardFunction:
         self._accepts = _accepted_arguments(self._function, {*OWN_ARGUMENTS, *columns}, self._file)
         self._sees_status = "statuses" in inspect.signature(self._function).parameters
 
-    async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float | None]:
+    async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[_Given]:
         """Score each trajectory, or None without an opinion; a `RewardError` names the function and the row.
 
         A function that does not name `statuses` is not asked about time-outs, which have 0.
 
         Raises:
             RewardError: the function failed (for a failed connection: each time), took too long, or did not return one
-                finite number or None for each.
+                finite number, rewards of spans of its ids, or None for each.
         """
         is_asked = [self._sees_status or each.status is not TrajectoryStatus.TIMEOUT for each in trajectories]
         asked = list(compress(trajectories, is_asked))
         scores = iter(await self._score(problem, asked) if asked else [])
         return [next(scores) if asks else 0.0 for asks in is_asked]
 
-    async def _score(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float | None]:
+    async def _score(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[_Given]:
         place = f"reward function {self._file}, {problem.place}"
         for retry in range(self._config.max_retries + 1):
             try:
                 returned = await self._call(problem, trajectories, place)
-                return _check_returned(returned, len(trajectories), place)
+                return _check_returned(returned, [each.num_sampled for each in trajectories], place)
             except _ConnectionFailedError as error:
                 if retry == self._config.max_retries:
                     tries = f", {retry + 1} times in all (max_retries is {retry})" if retry else ""
@@ -180,6 +191,8 @@ class Rewards:
             raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
         self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
         self._add_to_own = add_to_own
+        own = {OWN_REWARD: 1.0} if add_to_own else {}
+        self._weights = {**own, **{function.name: function.weight for function in self._functions}}
         names = [function.name for function in self._functions] + [OWN_REWARD] * add_to_own
         if len(set(names)) < len(names):
             raise InvalidInputError(f"rewards must be functions with different names, which metrics show, got {names}")
@@ -192,22 +205,41 @@ class Rewards:
         trajectories = keep_trainable(group)
         if not trajectories:
             return group
-        values = {function.name: await function(problem, trajectories) for function in self._functions}
+        with count_costs() as costs:
+            values = {function.name: await function(problem, trajectories) for function in self._functions}
+        has_spans = any(isinstance(value, tuple) for of_function in values.values() for value in of_function)
         scored = {}
         for k, trajectory in enumerate(trajectories):
-            parts = {name: value for name, of_function in values.items() if (value := of_function[k]) is not None}
-            scored[trajectory.trajectory_id] = self._set_reward(trajectory, parts)
-        return replace(group, trajectories=tuple(scored.get(each.trajectory_id, each) for each in group.trajectories))
+            given = {name: value for name, of_function in values.items() if (value := of_function[k]) is not None}
+            spans = self._list_spans(trajectory, given) if has_spans else ()
+            scored[trajectory.trajectory_id] = replace(self._set_reward(trajectory, given), span_rewards=spans)
+        members = tuple(scored.get(each.trajectory_id, each) for each in group.trajectories)
+        return replace(group, trajectories=members, reward_costs=costs)
 
-    def _set_reward(self, trajectory: Trajectory, parts: Mapping[str, float]) -> Trajectory:
-        if not parts and not self._add_to_own:
+    def _list_spans(self, trajectory: Trajectory, given: Mapping[str, _Known]) -> tuple[SpanReward, ...]:
+        """All that a trajectory is rewarded for, with weights, but for its turns: a number is for all ids."""
+        num_ids = trajectory.num_sampled
+        sources: list[tuple[float, _Known]] = [(self._weights[name], value) for name, value in given.items()]
+        if self._add_to_own:
+            assert trajectory.reward is not None, "those that can be trained on have a reward"
+            sources.insert(0, (1.0, trajectory.reward - sum(trajectory.turn_rewards)))
+        spans = []
+        for weight, value in sources if num_ids else ():
+            of_source = value if isinstance(value, tuple) else (SpanReward(0, num_ids, value),)
+            spans += [span._replace(reward=weight * span.reward) for span in of_source]
+        return tuple(sorted(spans, key=lambda span: (span.stop, span.start)))
+
+    def _set_reward(self, trajectory: Trajectory, given: Mapping[str, _Known]) -> Trajectory:
+        if not given and not self._add_to_own:
             return replace(trajectory, reward=None, status=TrajectoryStatus.UNSCORED)
+        parts = {name: _sum_spans(value) if isinstance(value, tuple) else value for name, value in given.items()}
         reward = sum(function.weight * parts[function.name] for function in self._functions if function.name in parts)
         if self._add_to_own:
             assert trajectory.reward is not None, "those that can be trained on have a reward"
             reward += trajectory.reward
             parts = {OWN_REWARD: trajectory.reward, **parts}
-        return replace(trajectory, reward=reward, reward_parts={**trajectory.reward_parts, **parts})
+        parts = {**trajectory.reward_parts, **parts}
+        return replace(trajectory, reward=reward, reward_parts=parts, reward_weights=self._weights)
 
 
 def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
@@ -261,14 +293,56 @@ def _accepted_arguments(function: Callable[..., Any], known: set[str], name: str
     return lambda argument: argument in names
 
 
-def _check_returned(returned: Any, size: int, place: str) -> list[float | None]:
-    """The returned values as one finite number, or None, for each completion."""
+def _check_returned(returned: Any, num_ids: Sequence[int], place: str) -> list[_Given]:
+    """The returned values as one finite number, rewards of spans, or None, for each completion of so many ids."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned
+    size = len(num_ids)
     if not isinstance(values, (list, tuple)) or len(values) != size:
         raise RewardError(f"{place}: it must return a list of {size} numbers, one for each completion, got {values!r}")
     return [
-        None
-        if value is None
-        else to_finite_float32(value, name=f"{place}, completion {k}: the reward", error=RewardError)
-        for k, value in enumerate(values)
+        _check_given(value, size, f"{place}, completion {k}")
+        for k, (value, size) in enumerate(zip(values, num_ids, strict=True))
     ]
+
+
+def _check_given(value: Any, num_ids: int, place: str) -> _Given:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        return to_finite_float32(value, name=f"{place}: the reward", error=RewardError)
+    if any(isinstance(item, (list, tuple)) for item in value):
+        return _check_spans(value, num_ids, place)
+    if len(value) != num_ids:
+        raise RewardError(
+            f"{place}: rewards of ids must be one number for each of its {num_ids} sampled ids (completion_ids), or "
+            f"spans (start, stop, reward); got {len(value)}. None is no opinion"
+        )
+    numbers = [
+        to_finite_float32(item, name=f"{place}: the reward of id {k}", error=RewardError)
+        for k, item in enumerate(value)
+    ]
+    return tuple(SpanReward(k, k + 1, number) for k, number in enumerate(numbers))
+
+
+def _check_spans(spans: Sequence[Any], num_ids: int, place: str) -> tuple[SpanReward, ...]:
+    checked: list[SpanReward] = []
+    for k, span in enumerate(spans):
+        name = f"{place}: span {k}"
+        if not isinstance(span, (list, tuple)) or len(span) != 3 or not all(type(each) is int for each in span[:2]):
+            raise RewardError(f"{name} must be (start, stop, reward) with two integers, got {span!r}")
+        start, stop, reward = span
+        if not 0 <= start < stop <= num_ids:
+            raise RewardError(
+                f"{name} must lie in its {num_ids} sampled ids (completion_ids), 0 <= start < stop <= {num_ids}, got "
+                f"{span!r}"
+            )
+        if checked and start < checked[-1].stop:
+            raise RewardError(f"{name} must begin where span {k - 1} ends, {checked[-1].stop}, or later, got {span!r}")
+        reward = to_finite_float32(reward, name=f"{name}: the reward", error=RewardError)
+        checked.append(SpanReward(start, stop, reward))
+    return tuple(checked)
+
+
+def _sum_spans(spans: Sequence[SpanReward]) -> float:
+    return math.fsum(span.reward for span in spans)

@@ -168,6 +168,8 @@ def make_record(
         "error": None if (error := trajectory.error) is None else format_error(error) + format_frames(error),
         "reward": trajectory.reward,
         "reward_parts": to_json(trajectory.reward_parts),
+        "reward_weights": dict(trajectory.reward_weights),
+        "span_rewards": [list(span) for span in trajectory.span_rewards],
         "wall_time_s": round(trajectory.wall_time_s, 4),
         "counters": trajectory.counters.as_dict(),
         "data": to_json(data),

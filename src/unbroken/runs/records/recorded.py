@@ -25,7 +25,7 @@ from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from unbroken.runs.records.files import MAX_TEXT, MAX_TEXTS, TEXTS, make_first_lines, read_all, summarize
 from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
@@ -104,7 +104,9 @@ def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
         status=status,
         reward=record["reward"],
         turn_rewards=() if None in rewards else tuple(rewards),
+        span_rewards=tuple(SpanReward(*span) for span in record.get("span_rewards") or ()),
         reward_parts=record["reward_parts"],
+        reward_weights=record.get("reward_weights") or {},
         counters=counters,
         error=RolloutError(record["error"]) if status is TrajectoryStatus.FAILED else None,
         wall_time_s=record["wall_time_s"],

@@ -50,6 +50,8 @@ class RolloutNumbers:
     """[trajectories] waiting for the engine, in its queue and while it sampled."""
     queue_s: _Floats
     """[trajectories whose engine reports it] `Trajectory.queue_s`"""
+    reward_costs: Mapping[str, float]
+    """`TrajectoryGroup.reward_costs` of all groups together."""
     group_sizes: _Floats
     """[groups] members that were compared with each other; 0 if too few were left."""
     group_stds: _Floats
@@ -81,6 +83,7 @@ class RolloutNumbers:
             rollout_s=_read("wall_time_s", members),
             engine_s=_read("engine_s", members),
             queue_s=_floats(queues),
+            reward_costs=_sum_by_name(map(attrgetter("reward_costs"), sampled)),
             group_sizes=_floats(map(_num_compared, rewards)),
             group_stds=_floats(map(_std, compared)),
             counters=counters,
@@ -92,14 +95,16 @@ class RolloutNumbers:
         counters = Counters()
         for process in processes:
             counters.merge(process.counters)
-        arrays = [field.name for field in fields(RolloutNumbers) if field.name not in ("counters", "reward_parts")]
+        others = ("counters", "reward_parts", "reward_costs")
+        arrays = [field.name for field in fields(RolloutNumbers) if field.name not in others]
         merged = {name: np.concatenate([getattr(process, name) for process in processes]) for name in arrays}
         names = sorted({name for process in processes for name in process.reward_parts})
         parts = {
             name: np.concatenate([process.reward_parts.get(name, _floats(())) for process in processes])
             for name in names
         }
-        return RolloutNumbers(**merged, reward_parts=parts, counters=counters)
+        costs = _sum_by_name(map(attrgetter("reward_costs"), processes))
+        return RolloutNumbers(**merged, reward_parts=parts, reward_costs=costs, counters=counters)
 
 
 def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
@@ -108,6 +113,7 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
     return {
         **_statistics("reward", numbers.rewards, "mean", "std", "min", "max"),
         **{f"reward/{name}_mean": float(values.mean()) for name, values in numbers.reward_parts.items()},
+        **numbers.reward_costs,
         "reward/kept_mean": _statistics("reward", numbers.kept_rewards, "mean")["reward/mean"],
         "rollout/num_trajectories": len(numbers.turns),
         "rollout/num_trainable": len(numbers.rewards),
@@ -170,6 +176,14 @@ def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
         for name, value in of_member.items():
             values.setdefault(name, []).append(value)
     return {name: _floats(of_name) for name, of_name in values.items()}
+
+
+def _sum_by_name(costs: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for of_group in costs:
+        for name, value in of_group.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
 
 
 def _num_prompt_ids(trajectory: Trajectory) -> int:

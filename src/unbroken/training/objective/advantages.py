@@ -12,13 +12,18 @@ With a second group in the step, [1, 1], the six rewards have the standard devia
     batch_scaled_grpo              [ 1.06, -1.06, -1.06, 1.06], [0, 0]
     reinforce_plus_plus            [ 0.71, -1.41, -1.41, 0.71], [0.71, 0.71]      mean 2/3
     reinforce_plus_plus_baseline   [ 1.22, -1.22, -1.22, 1.22], [0, 0]       deviation of [1/2 -1/2 -1/2 1/2], [0 0]
+
+Two reward functions, each normalised apart:
+
+    gdpo            [1, 0, 0, 1] with weight 1 and [0, 10, 0, 10] with weight 1, in a step without other groups:
+                    [1, -1, -1, 1] + [-1, 1, -1, 1] = [0, 0, -2, 2], divided by the deviation sqrt(2) of these
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +44,25 @@ AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
 """From a group's rewards to its advantages, both [G]."""
 
 
+class RewardParts(NamedTuple):
+    """The rewards of a group before they are summed."""
+
+    values: NDArray[np.float64]
+    """[F, G] of F reward functions; NaN where one has no opinion."""
+    weights: NDArray[np.float64]
+    """[F]"""
+
+
 @dataclass(frozen=True, slots=True)
 class StepAdvantages:
     """An advantage function that needs all groups of a step at once: `StepAdvantages(batch_scaled_grpo)`."""
 
-    function: Callable[[Sequence[Rewards]], Sequence[NDArray[np.float64]]]
-    """From the rewards of each group of all processes to its advantages, in the same order."""
+    function: Callable[[Sequence[Any]], Sequence[NDArray[np.float64]]]
+    """From the rewards [G] of each group of all processes to its advantages, in the same order."""
     compares_groups: bool = False
     """Whether a group whose rewards are all equal may have advantages, because its rewards differ from others'."""
+    of_parts: bool = False
+    """Whether the function gets `RewardParts` instead of sums."""
 
 
 def grpo_advantages(rewards: Rewards, *, normalize: bool = True) -> NDArray[np.float64]:
@@ -110,6 +126,37 @@ def reinforce_plus_plus_baseline(groups: Sequence[Rewards]) -> list[NDArray[np.f
     return [values / spread for values in centred]
 
 
+def gdpo(groups: Sequence[RewardParts]) -> list[NDArray[np.float64]]:
+    """Each function's rewards normalised in the group as by `grpo_advantages`, times its weight, and summed; divided by
+    the standard deviation of these sums over the step (GDPO, arXiv:2601.05242), the population's.
+
+    Sums of rewards that mean different things can be equal where the rewards are not, and the one with the widest range
+    decides. Here only a function's weight counts. One whose rewards are equal in a group adds 0 there, and so does one
+    without an opinion on a member, which is normalised over the others.
+
+    The paper subtracts the mean of the step too. It is 0, since each function's advantages have the mean 0 in each
+    group; left out, a group in which nothing differs has exact zeros.
+    """
+    summed = [_sum_normalized(group) for group in groups]
+    if not any(values.any() for values in summed):
+        return summed
+    spread = np.concatenate(summed).std()
+    return [values / spread for values in summed]
+
+
+def _sum_normalized(group: RewardParts) -> NDArray[np.float64]:
+    """The weighted sum of each function's normalised rewards, [G]; what only rounding keeps from 0 is 0."""
+    weighted = np.zeros_like(group.values)
+    for part, values, weight in zip(weighted, group.values, group.weights, strict=True):
+        known = ~np.isnan(values)
+        if known.any():
+            part[known] = weight * grpo_advantages(values[known])
+    summed: NDArray[np.float64] = weighted.sum(axis=0)
+    # Two functions that cancel each other out would leave their rounding, which the division makes as large as any.
+    summed[np.abs(summed) <= EQUAL_WITHIN * np.abs(weighted).sum(axis=0)] = 0.0
+    return summed
+
+
 def rloo_advantages(rewards: Rewards) -> NDArray[np.float64]:
     """Reward minus the mean reward of the *other* trajectories of the group (RLOO, arXiv:2402.14740).
 
@@ -153,12 +200,13 @@ def _center(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 TurnRewards: TypeAlias = NDArray[np.float64]
-"""[K] the rewards of one trajectory's turns."""
+"""[K] the rewards of one trajectory's turns, or of its spans."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAdvantages:
-    """An advantage function for turns, for environments that give rewards for single turns (`Continue.reward`).
+    """An advantage function for turns, for environments that give rewards for single turns (`Continue.reward`), and for
+    spans of ids, for reward functions that give rewards for these (process rewards).
 
     A trajectory's rewards are those of its turns, [K] for K turns. What it is rewarded for in the end belongs to its
     last turn. Worked example, two siblings of 2 and 1 turns with the rewards [0, 1] and [0]:
@@ -167,6 +215,10 @@ class TurnAdvantages:
         turn_grpo       mean 1/3, deviation sqrt(2)/3; normalised -0.71, 1.41 and -0.71        [0.71, 1.41], [-0.71]
 
     A sibling that has ended has the return 0 in the turns that it did not play.
+
+    With spans each reward stands at the end of its span, and an id has the advantage of the first one that stands at it
+    or after it; after the last, 0. Rewards that stand at the same end are one, and where there are spans, a turn or the
+    whole trajectory counts only if something gave it a reward.
     """
 
     function: Callable[[Sequence[TurnRewards]], Sequence[NDArray[np.float64]]]
@@ -174,8 +226,8 @@ class TurnAdvantages:
 
 
 def turn_grpo(members: Sequence[TurnRewards]) -> list[NDArray[np.float64]]:
-    """GRPO with process supervision (arXiv:2402.03300, section 4.1.3): all rewards of the group's turns, minus their
-    mean and divided by their standard deviation; a turn's advantage is the sum of its own and of all later ones.
+    """GRPO with process supervision (arXiv:2402.03300, section 4.1.3): all rewards of the group's turns or spans, minus
+    their mean and divided by their standard deviation; a turn's advantage is the sum of its own and of all later ones.
 
     The deviation is the population's.
     """
@@ -211,6 +263,7 @@ ADVANTAGES: Mapping[str, Advantages] = {
     "batch_scaled_grpo": StepAdvantages(batch_scaled_grpo),
     "reinforce_plus_plus": StepAdvantages(reinforce_plus_plus, compares_groups=True),
     "reinforce_plus_plus_baseline": StepAdvantages(reinforce_plus_plus_baseline),
+    "gdpo": StepAdvantages(gdpo, of_parts=True),
     "turn_grpo": TurnAdvantages(turn_grpo),
     "turn_returns": TurnAdvantages(turn_returns),
 }

@@ -33,7 +33,13 @@ from unbroken.training.loss_config import (
 )
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate, idle_batch
 from unbroken.training.model.scores import Entropy, TokenScores
-from unbroken.training.objective.advantages import ADVANTAGES, Advantages, TurnAdvantages, grpo_advantages
+from unbroken.training.objective.advantages import (
+    ADVANTAGES,
+    Advantages,
+    StepAdvantages,
+    TurnAdvantages,
+    grpo_advantages,
+)
 from unbroken.training.objective.base import (
     BatchLoss,
     LeftOut,
@@ -105,6 +111,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                 f"the loss {loss.name} needs one advantage for a whole trajectory, and got advantages of turns: take "
                 "gspo_token"
             )
+        if isinstance(self.advantages, StepAdvantages) and self.advantages.of_parts:
+            _check_parts(config)
         if self.changes_units(config):
             self._check_distance_in_rewards(config)
 
@@ -367,6 +375,21 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             failed=config.failed,
             failed_reward=config.failed_reward,
         )
+
+
+def _check_parts(config: TrainerConfig) -> None:
+    """Raise `InvalidInputError` for what changes the sum of the rewards, and belongs to none of its parts."""
+    rules = (
+        ("overlong", config.overlong, config.overlong is None, "None"),
+        ("failed", config.failed, config.failed is FailedRows.DROP, "drop"),
+        ("kl.place", config.kl.place, config.kl.place is KlPlace.LOSS, "loss"),
+    )
+    for name, value, is_possible, rule in rules:
+        if not is_possible:
+            raise InvalidInputError(
+                f"TrainerConfig.{name} must be {rule} with advantages of parts of rewards (gdpo), got {value}: it "
+                "changes the sum of the rewards, and none of its parts; a reward function can do so"
+            )
 
 
 def _try(name: str, call: Callable[[], T]) -> T:

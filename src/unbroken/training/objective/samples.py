@@ -39,7 +39,8 @@ from unbroken.training.objective.comparison import (
     any_nonzero,
     compute_advantages,
     get_min_group_size,
-    get_turn_rewards,
+    get_parts,
+    place_rewards,
 )
 from unbroken.types import TrainingSample
 
@@ -188,7 +189,8 @@ def build_trajectories(
         is_equal = not any_nonzero(of_group)
         for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
             use, reason = policy.choose_use(member.status, is_equal=is_equal)
-            units += _make_unit(member, of_member, use, reason, counters, group=group.name, reward=float(reward))
+            by_node = float(of_member) if np.ndim(of_member) == 0 else _split(member, float(reward), of_member)
+            units += _make_unit(member, by_node, use, reason, counters, group=group.name, reward=float(reward))
     for member in (each for group in groups for each in group.trajectories if each.status in UNSCORED):
         use, reason = policy.choose_use(member.status, is_equal=False)
         units += _make_unit(member, 0.0, use, reason, counters)
@@ -223,8 +225,11 @@ def has_variance(group: TrajectoryGroup, advantages: Advantages, policy: RowPoli
         return True
     rewards = get_rewards(group.group_id, members, policy)
     if isinstance(advantages, TurnAdvantages):
-        turns = advantages.function([get_turn_rewards(*each) for each in zip(members, rewards, strict=True)])
+        turns = advantages.function([place_rewards(*each).rewards for each in zip(members, rewards, strict=True)])
         return any(np.any(of_member) for of_member in turns)
+    if isinstance(advantages, StepAdvantages) and advantages.of_parts:  # sums may be equal, and parts differ
+        parts = get_parts(ComparedGroup(name=group.group_id, rewards=rewards, members=members))
+        return any(np.any(of_group) for of_group in advantages.function([parts]))
     if isinstance(advantages, StepAdvantages):  # they are of all groups, and zero in one whose rewards are equal
         return not all_equal(rewards)
     return bool(np.any(advantages(rewards)))  # without a baseline, equal rewards teach something
@@ -285,9 +290,20 @@ def get_rewards(
     return left
 
 
+def _split(
+    member: Trajectory, reward: float, advantages: float | NDArray[np.float64]
+) -> dict[int, NDArray[np.float64]]:
+    """The advantages of a member's turns or spans as those of the ids of each sampled node."""
+    if not member.turns:
+        return {}
+    ends = np.cumsum([len(turn.sequence.completion_ids) for turn in member.turns], dtype=np.int64)
+    by_id = place_rewards(member, reward).spread(np.asarray(advantages), int(ends[-1]))
+    return {turn.end.node: ids for turn, ids in zip(member.turns, np.split(by_id, ends[:-1]), strict=True)}
+
+
 def _make_unit(
     member: Trajectory,
-    advantages: float | NDArray[np.float64],
+    by_node: float | dict[int, NDArray[np.float64]],
     use: RowUse,
     reason: DropReason | TrajectoryStatus,
     counters: Counters,
@@ -295,18 +311,13 @@ def _make_unit(
     group: str = "",
     reward: float | None = None,
 ) -> list[TrajectoryRows]:
-    """The member's rows, with one advantage or with one for each turn; none if it sampled nothing. It is counted if it
+    """The member's rows, with one advantage or with one for each id; none if it sampled nothing. It is counted if it
     has none to train.
     """
     if use in (RowUse.NONE, RowUse.EMPTY):
         counters.count(Event.DROPPED_ROW, reason)
         return [TrajectoryRows(rows=())] if use is RowUse.EMPTY else []
-    by_turn: float | dict[int, float] = (
-        float(advantages)
-        if np.ndim(advantages) == 0
-        else {turn.end.node: float(of_turn) for turn, of_turn in zip(member.turns, np.asarray(advantages), strict=True)}
-    )
-    rows = tuple(export_samples(member.tree, by_turn))
+    rows = tuple(export_samples(member.tree, by_node))
     if not rows:
         counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
         return []

@@ -9,44 +9,14 @@ from typing import Any
 
 import pytest
 
-from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
+from support.fake_renderer import END, encode
+from support.rewarded import PROMPT, group_of
 from unbroken.counters import Counters
-from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.rollout.limits import Limits
-from unbroken.rollout.runner import run_group
-from unbroken.rollout.tool_env import ToolEnv
-from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.samples import build_samples
-from unbroken.types import SamplingParams
-
-PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
-
-
-async def group_of(*replies: str) -> TrajectoryGroup:
-    """A group whose members said these; one that says nothing at all fails."""
-    left = iter(replies)
-
-    def say(prompt_ids: Any) -> list[int]:
-        reply = next(left)
-        if not reply:
-            raise RuntimeError("no reply")
-        return [*encode(reply), END]
-
-    return await run_group(
-        lambda: ToolEnv(PROMPT, [], no_reward),
-        len(replies),
-        engine=ScriptedEngine(say, vocab_size=VOCAB_SIZE),
-        renderer=FakeRenderer(),
-        sampling=SamplingParams(max_tokens=50),
-        limits=Limits(),
-    )
-
-
-async def no_reward(messages: Any) -> float:
-    return 0.0
 
 
 def rewards_of(
@@ -294,3 +264,74 @@ def test_weights_and_time_limits_are_checked(options):
     (name,) = options
     with pytest.raises(InvalidInputError, match=f"{name} must be a finite number"):
         RewardConfig(function=Path("a.py:f"), **options)
+
+
+async def test_rewards_of_spans_and_of_ids_are_summed_and_kept_with_their_places(tmp_path):
+    """ "abc" is four ids with its end. The second function has a number, which is for all ids."""
+    rewards = rewards_of(
+        tmp_path,
+        "import numpy\n"
+        "def steps(completion_ids): return [[(0, 1, 0.5), (2, 4, -1)], [1, 0, 0, 2], numpy.array([1.0, 0.0]), None]\n"
+        "def correct(completions): return [1, 0, None, None]\n",
+        RewardConfig(function=Path(f"{tmp_path}/rewards.py:steps"), weight=2.0),
+        "correct",
+    )
+    scored = await rewards.score(problem(), await group_of("abc", "abc", "a", "b"))
+    assert [[tuple(span) for span in member.span_rewards] for member in scored.trajectories] == [
+        [(0, 1, 1.0), (0, 4, 1.0), (2, 4, -2.0)],
+        [(0, 1, 2.0), (1, 2, 0.0), (2, 3, 0.0), (0, 4, 0.0), (3, 4, 4.0)],
+        [(0, 1, 2.0), (1, 2, 0.0)],
+        [],
+    ]
+    assert scored.rewards == (0.0, 6.0, 2.0, None)
+    assert scored.trajectories[1].reward_parts == {"steps": 3.0, "correct": 0.0}
+    assert scored.trajectories[2].reward_weights == {"steps": 2.0, "correct": 1.0}
+
+
+async def test_an_environments_own_reward_is_for_all_ids_but_for_what_its_turns_earned(tmp_path):
+    (tmp_path / "rewards.py").write_text("def steps(completions): return [[(0, 1, 0.5)], 1.0]")
+    rewards = Rewards([RewardConfig(function=tmp_path / "rewards.py:steps")], (), add_to_own=True)
+    group = await group_of("a", "b")
+    members = [replace(each, reward=3.0, turn_rewards=(1.0,)) for each in group.trajectories]
+    scored = await rewards.score(problem(), replace(group, trajectories=tuple(members)))
+    assert [member.span_rewards for member in scored.trajectories] == [
+        ((0, 1, 0.5), (0, 2, 2.0)),
+        ((0, 2, 2.0), (0, 2, 1.0)),
+    ]
+    assert scored.rewards == (3.5, 4.0)
+    assert scored.trajectories[0].reward_weights == {"environment": 1.0, "steps": 1.0}
+
+
+async def test_numbers_alone_leave_no_spans(tmp_path):
+    scored = await rewards_of(tmp_path, "def one(completions): return [1, 0]", "one").score(
+        problem(), await group_of("a", "b")
+    )
+    assert [member.span_rewards for member in scored.trajectories] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[(0, 3, 1.0)]", r"span 0 must lie in its 2 sampled ids .* 0 <= start < stop <= 2, got \(0, 3, 1.0\)"),
+        ("[(-1, 1, 1.0)]", r"span 0 must lie in its 2 sampled ids"),
+        ("[(1, 1, 1.0)]", r"span 0 must lie in its 2 sampled ids"),
+        ("[(0, 2, 1.0), (1, 2, 1.0)]", r"span 1 must begin where span 0 ends, 2, or later, got \(1, 2, 1.0\)"),
+        ("[(1, 2, 1.0), (0, 1, 1.0)]", r"span 1 must begin where span 0 ends"),
+        ("[(0, 1, float('nan'))]", r"span 0: the reward must be finite in float32, got nan"),
+        ("[(0, 1, None)]", r"span 0: the reward must be one number, got None"),
+        ("[(0, 1.0, 1.0)]", r"span 0 must be \(start, stop, reward\) with two integers, got \(0, 1.0, 1.0\)"),
+        ("[(False, True, 1.0)]", r"span 0 must be \(start, stop, reward\) with two integers"),
+        ("[(0, 1)]", r"span 0 must be \(start, stop, reward\)"),
+        ("[(0, 1, 1.0), 0.5]", r"span 1 must be \(start, stop, reward\)"),
+        ("[1.0]", r"rewards of ids must be one number for each of its 2 sampled ids \(completion_ids\), .*; got 1"),
+        ("[]", r"rewards of ids must be one number for each of its 2 sampled ids .*; got 0. None is no opinion"),
+        ("[1.0, float('inf')]", r"the reward of id 1 must be finite in float32, got inf"),
+        ("[1.0, None]", r"the reward of id 1 must be one number, got None"),
+    ],
+)
+async def test_rewards_of_other_ids_than_were_sampled_are_refused_with_row_rule_and_value(tmp_path, value, message):
+    rewards = rewards_of(tmp_path, f"def wrong(completions): return [0.0, {value}]", "wrong")
+    with pytest.raises(
+        RewardError, match=r"^reward function rewards.py:wrong, row 5 of sums, completion 1: " + message
+    ):
+        await rewards.score(problem(), await group_of("a", "b"))

@@ -17,7 +17,7 @@ from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
+from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, Turn
 from unbroken.runs.records.record import write_groups
 from unbroken.runs.records.recorded import read_step
 from unbroken.types import TrainingSample
@@ -42,7 +42,9 @@ def play(moves: list[tuple[int, int, int, bool]]) -> Trajectory:
         read = {"message": {"role": "assistant", "content": "x"}, "parsed": ParsedResponse(content="x")}
         turns.append(Turn(sequence=sequence, bridge=None, fork=None, cut_by=None, **ends, **read))
     rewards = tuple(float(k) for k in range(len(turns)))
-    return replace(trajectory(0.5), tree=tree, turns=tuple(turns), turn_rewards=rewards)
+    member = replace(trajectory(0.5), tree=tree, turns=tuple(turns), turn_rewards=rewards)
+    spans = (SpanReward(0, 1, 0.1), SpanReward(0, member.num_sampled, 1e-30)) if turns else ()
+    return replace(member, span_rewards=spans, reward_parts={"f": 0.1}, reward_weights={"f": 1 / 3, "g": 2.0})
 
 
 def rows_of(member: Trajectory) -> list[TrainingSample]:
@@ -61,7 +63,8 @@ def test_the_rows_of_any_tree_are_read_back_bit_for_bit(tmp_path_factory, moves)
     assert (again.group_id, again.rewards) == ("0-0-1", (0.5, 1.5))
     assert step.find_changed_texts() is None
     for found in again.trajectories:
-        assert (found.status, found.turn_rewards) == (member.status, member.turn_rewards)
+        for name in ("status", "turn_rewards", "span_rewards", "reward_parts", "reward_weights"):
+            assert getattr(found, name) == getattr(member, name), name
         for row, own in zip(rows_of(found), rows_of(member), strict=True):
             for name in ("token_ids", "sampled_mask", "loss_mask", "policy_versions", "advantages"):
                 assert np.array_equal(getattr(row, name), getattr(own, name)), name

@@ -21,6 +21,7 @@ from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import PolicyMismatchError
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.runs.prompts.judge import METRICS
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
@@ -161,6 +162,7 @@ async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(t
     names = await logged_names(tmp_path / "grpo", objective=PolicyGradient())
     names |= await logged_names(tmp_path / "asynchronous", objective=PolicyGradient(), max_staleness=1)
     names |= await logged_names(tmp_path / "dpo", objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
+    names |= {*METRICS}  # of a judge
     reasons = {name for name in names if name.count("/") == 2}
     rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     listed = [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]

@@ -14,6 +14,7 @@ from unbroken.errors import RewardError
 from unbroken.training.objective.advantages import (
     ADVANTAGES,
     EQUAL_WITHIN,
+    RewardParts,
     StepAdvantages,
     batch_scaled_grpo,
     dr_grpo_advantages,
@@ -122,6 +123,8 @@ def test_a_constant_that_all_rewards_share_hides_no_difference(name):
     rewards = [[0.0, 0.25, 0.0, 0.25], [0.25, 0.0, 0.0, 0.0]]
     large = [[1e9 + each for each in group] for group in rewards]
     function = given if isinstance(given, StepAdvantages) else StepAdvantages(lambda groups: [*map(given, groups)])
+    if function.of_parts:
+        rewards, large = ([RewardParts(np.array([each]), np.ones(1)) for each in groups] for groups in (rewards, large))
     for found, expected in zip(function.function(large), function.function(rewards), strict=True):
         assert np.any(expected)
         np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -24,11 +24,12 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
+from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, Turn
 from unbroken.training.config import TrainerConfig
+from unbroken.training.loss_config import OverlongConfig
 from unbroken.training.objective.advantages import TurnAdvantages, turn_grpo, turn_returns
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.samples import build_samples
+from unbroken.training.objective.samples import RowPolicy, build_samples, build_trajectories
 from unbroken.types import SamplingParams
 
 members = st.lists(
@@ -172,3 +173,86 @@ async def test_the_rewards_that_an_environment_gives_for_turns_reach_the_ids_of_
         (row,) = unit.rows
         by_turn = row.advantages[row.loss_mask].reshape(2, len(HELLO))
         assert (by_turn == np.array(expected)[:, None]).all()
+
+
+def said(*spans: tuple[int, int, float], num_ids: int = 6) -> Trajectory:
+    """A trajectory of two turns that sampled `num_ids` together, with rewards for spans of these."""
+    tree, turns, end = TokenTree(), [], None
+    for ids in np.split(np.arange(10, 10 + num_ids), [num_ids // 2]):
+        start = tree.add_given([5, 6], Origin.PROMPT if end is None else Origin.BRIDGE, parent=end)
+        sequence = sampled(*ids.tolist())
+        end = tree.add_sampled(sequence, parent=start)
+        turns.append(replace(played(0, reward=0).turns[0], prompt_end=start, end=end, sequence=sequence))
+    rewards = tuple(SpanReward(*span) for span in spans)
+    reward = sum(span.reward for span in rewards)
+    return replace(trajectory(reward), tree=tree, turns=tuple(turns), span_rewards=rewards)
+
+
+def of_ids(trajectories: list[Trajectory], advantages: TurnAdvantages) -> list[list[float]]:
+    rows = build_samples([group(*trajectories)], advantages, Counters())
+    return [row.advantages[row.loss_mask].tolist() for row in rows]
+
+
+@any_rewards
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(1, 6), st.integers(-8, 8)), min_size=1, max_size=4, unique_by=lambda each: each[0]
+        ),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_for_any_spans_an_id_has_the_normalised_rewards_of_the_spans_that_end_at_it_or_after_it(drawn):
+    """DeepSeekMath, 4.1.3, id by id: where a span begins does not matter."""
+    everything = [reward for spans in drawn for _, reward in spans]
+    mean = sum(everything) / len(everything)
+    spread = math.sqrt(sum((reward - mean) ** 2 for reward in everything) / len(everything))
+    assume(spread > 1e-3)
+    found = of_ids([said(*((stop - 1, stop, reward) for stop, reward in sorted(spans))) for spans in drawn], GRPO)
+    for spans, row in zip(drawn, found, strict=True):
+        expected = [sum((reward - mean) / spread for stop, reward in spans if stop > place) for place in range(6)]
+        np.testing.assert_allclose(row, expected, atol=1e-5)
+
+
+GRPO = TurnAdvantages(turn_grpo)
+
+
+@pytest.mark.parametrize("function", [turn_grpo, turn_returns])
+def test_spans_of_whole_turns_are_rewards_of_turns_to_the_bit(function):
+    given = ((0.1, 0.7), (0.3, -0.2), (1.0, 0.0))
+    by_span = [said((0, 3, first), (3, 6, second)) for first, second in given]
+    by_turn = [
+        replace(each, span_rewards=(), turn_rewards=rewards) for each, rewards in zip(by_span, given, strict=True)
+    ]
+    assert of_ids(by_span, TurnAdvantages(function)) == of_ids(by_turn, TurnAdvantages(function))
+
+
+def test_ids_after_the_last_span_have_no_advantage_and_a_whole_reward_counts_for_all():
+    """Rewards [1, 0] and [0, 1]: mean 1/2, deviation 1/2. Then [1 at 2, 0 at 6] and [1 - 1 at 6]: mean 1/3."""
+    assert of_ids([said((0, 2, 1.0), (2, 4, 0.0)), said((0, 2, 0.0), (2, 5, 1.0))], GRPO) == [
+        [0, 0, -1, -1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+    ]
+    whole = of_ids([said((0, 2, 1.0), (0, 6, 0.0)), said((0, 6, 1.0), (4, 6, -1.0))], GRPO)
+    np.testing.assert_allclose(whole, np.array([[1, 1, -1, -1, -1, -1], [-1] * 6]) / math.sqrt(2), rtol=1e-6)
+
+
+def test_a_punishment_for_length_stands_at_the_last_id():
+    policy = RowPolicy(overlong=OverlongConfig(max_tokens=6, buffer=4, penalty=2.0))
+    units = build_trajectories(
+        [group(said((0, 2, 1.0)), said((0, 2, 0.0)))], TurnAdvantages(turn_returns), Counters(), policy=policy
+    )
+    assert [unit.rows[0].advantages[unit.rows[0].loss_mask].tolist() for unit in units] == [
+        [0.5, 0.5, 0, 0, 0, 0],
+        [-0.5, -0.5, 0, 0, 0, 0],
+    ]
+    one = [said((0, 2, 1.0), num_ids=6), said((0, 1, 0.0), num_ids=2)]
+    (longer, shorter) = build_trajectories([group(*one)], TurnAdvantages(turn_returns), Counters(), policy=policy)
+    assert longer.rows[0].advantages[longer.rows[0].loss_mask].tolist() == [-0.5, -0.5, -1, -1, -1, -1]
+    assert shorter.rows[0].advantages[shorter.rows[0].loss_mask].tolist() == [0.5, 0]
+
+
+def test_spans_must_lie_in_what_was_sampled():
+    with pytest.raises(InvariantError, match="span_rewards must be of 6 sampled ids"):
+        said((0, 7, 1.0))
