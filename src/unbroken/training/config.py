@@ -296,6 +296,9 @@ class TrainerConfig:
     """Adapt `entropy_weight`, which is then the first one, to hold the entropy at a target; None: it stays."""
     reference_sync: ReferenceSync | None = None
     """Let the reference follow the policy; None: it stays as it is."""
+    teacher_weight: float | None = None
+    """Weight of the teacher: each token's advantage falls by this times logprob - teacher's logprob. 0 only measures the
+    distance. Lower it where the teacher outweighs the rewards. None: 1 in a run with a teacher."""
     num_minibatches: int = 1
     """Optimizer updates in a pass over the step's rows; each row, or pair, goes into one of them at random. More learn
     more from rollouts that are slow to sample, with older ids."""
@@ -386,6 +389,7 @@ class TrainerConfig:
                 f"None, or have a max_weight of at least the entropy_weight {self.entropy_weight:g}",
             ),
             router_loss_weight=(is_weight(self.router_loss_weight), "finite and >= 0"),
+            teacher_weight=(self.teacher_weight is None or is_weight(self.teacher_weight), "finite and >= 0, or None"),
             max_policy_k3=(self.max_policy_k3 is None or self.max_policy_k3 > 0, "above 0, inf, or None"),
         )
 
@@ -407,6 +411,10 @@ class TrainerConfig:
             shared_prefixes=(
                 self.router_loss_weight == 0 or self.shared_prefixes is not SharedPrefixes.ALWAYS,
                 "auto or never with router_loss_weight above 0, which counts the ids of each row",
+            ),
+            routing_replay=(
+                not self.routing_replay or self.teacher_weight is None,
+                "False with a teacher, which chooses its own experts",
             ),
             compile=(
                 not (self.compile and (self.routing_replay or self.router_loss_weight > 0)),

@@ -41,6 +41,16 @@ class RowTargets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLogprobs:
+    """What a teacher says of a row."""
+
+    teacher: str
+    """Its name."""
+    logprobs: Logprobs
+    """[T], NaN where the id was not sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRow:
     """A row with logprobs computed before the step's first update: [T], NaN where the id was not sampled."""
 
@@ -48,6 +58,8 @@ class ScoredRow:
     old_logprobs: Logprobs
     reference_logprobs: Logprobs | None = None
     """None without a reference."""
+    teacher: TeacherLogprobs | None = None
+    """None if no teacher scores the row."""
     targets: RowTargets | None = None
     """None: the row's own ids."""
 

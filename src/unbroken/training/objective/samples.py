@@ -41,6 +41,7 @@ from unbroken.training.objective.comparison import (
     get_min_group_size,
     get_turn_rewards,
 )
+from unbroken.training.teachers import TeacherTask
 from unbroken.types import TrainingSample
 
 TRAINABLE = frozenset(
@@ -97,6 +98,8 @@ class TrajectoryRows:
     """The id of its group."""
     reward: float | None = None
     """What it was compared by. None: it was not compared."""
+    task: TeacherTask | None = None
+    """Who scores it; None without a teacher."""
 
 
 class RowUse(StrEnum):
@@ -189,9 +192,10 @@ def build_trajectories(
         for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
             use, reason = policy.choose_use(member.status, is_equal=is_equal)
             units += _make_unit(member, of_member, use, reason, counters, group=group.name, reward=float(reward))
-    for member in (each for group in groups for each in group.trajectories if each.status in UNSCORED):
-        use, reason = policy.choose_use(member.status, is_equal=False)
-        units += _make_unit(member, 0.0, use, reason, counters)
+    for group in groups:
+        for member in keep_trainable(group, UNSCORED):
+            use, reason = policy.choose_use(member.status, is_equal=False)
+            units += _make_unit(member, 0.0, use, reason, counters, group=group.group_id)
     return units
 
 
