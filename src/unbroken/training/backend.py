@@ -237,27 +237,26 @@ class TrainerBackend:
         return [scores.logprobs for scores in self.passes.score(self._reference, samples)]
 
     def teacher_logprobs(self, rows: Mapping[str, Sequence[TrainingSample]]) -> dict[str, list[Logprobs]]:
-        """As `logprobs`, of the rows of each teacher. Every process calls it, also without rows.
+        """As `logprobs`, of the rows of each teacher, by its name. Every process calls it, also without rows.
 
         Raises:
             InvalidInputError: a teacher has no embedding for an id, or no place for a row.
             EngineError: one that is elsewhere does not answer.
             TrainingError: another process raised one of these.
         """
-        elsewhere: dict[str, list[Logprobs]] = {}
+        scored: dict[str, list[Logprobs]] = {}
         with self.fail_together():
             for name, teacher in self._teachers.items():
-                mine, is_model = rows.get(name, ()), isinstance(teacher, PolicyLogprobs)
-                limit = DecoderConfig(teacher.causal.config).max_positions if is_model else teacher.max_ids
-                check_teacher_rows(name, mine, vocab_size=teacher.vocab_size, max_ids=limit)
-                if not is_model:
-                    elsewhere[name] = teacher.score(mine)
-        here = {
-            name: [scores.logprobs for scores in self.passes.score(teacher, rows.get(name, ()))]
-            for name, teacher in self._teachers.items()
-            if isinstance(teacher, PolicyLogprobs)
-        }
-        return here | elsewhere
+                if isinstance(teacher, PolicyLogprobs):
+                    limit = DecoderConfig(teacher.causal.config).max_positions
+                    check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=limit)
+                else:
+                    check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=teacher.max_ids)
+                    scored[name] = teacher.score(rows[name])
+        for name, teacher in self._teachers.items():  # with the other processes, in the same order
+            if isinstance(teacher, PolicyLogprobs):
+                scored[name] = [scores.logprobs for scores in self.passes.score(teacher, rows[name])]
+        return scored
 
     def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
         """The logprob, the entropy and the rank of each sampled id under the current weights."""

@@ -297,8 +297,8 @@ class TrainerConfig:
     reference_sync: ReferenceSync | None = None
     """Let the reference follow the policy; None: it stays as it is."""
     teacher_weight: float | None = None
-    """Weight of the teacher: each token's advantage falls by this times logprob - teacher's logprob. 0 only measures the
-    distance. Lower it where the teacher outweighs the rewards. None: 1 in a run with a teacher."""
+    """Weight of the teacher: each token's advantage falls by this times logprob - teacher's logprob; 0 only measures
+    that. Lower it where the teacher outweighs the rewards. None: 1 in a run with a teacher."""
     num_minibatches: int = 1
     """Optimizer updates in a pass over the step's rows; each row, or pair, goes into one of them at random. More learn
     more from rollouts that are slow to sample, with older ids."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.model.batch import ScoredRow, TeacherLogprobs
 from unbroken.training.sums import Sums
 from unbroken.types import NO_VERSION, Logprobs, TokenIds, TrainingSample
 
@@ -44,6 +44,16 @@ class TeacherTask:
     """Its name."""
     prompt_ids: TokenIds | None = None
     """What the teacher sees in the place of the prompt; None: the prompt itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLogprobs:
+    """What a teacher says of a row."""
+
+    teacher: str
+    """Its name."""
+    logprobs: Logprobs
+    """[T], NaN where the id was not sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,20 +99,10 @@ class TeacherSums(Sums):
     """Tokens that the teacher finds less likely than the policy does."""
 
     @classmethod
-    def of(cls, name: str, rows: Iterable[ScoredRow]) -> TeacherSums:
-        """Of the rows that the teacher of this name has scored."""
-        gaps = [compute_gaps(row) for row in rows if row.teacher is not None and row.teacher.teacher == name]
+    def of(cls, gaps: Iterable[NDArray[np.float64]]) -> TeacherSums:
+        """Of rows, by logprob - teacher's logprob at each of their loss tokens."""
         gaps_N = np.concatenate([np.zeros(0), *gaps])
         return cls(len(gaps_N), float(gaps_N.sum()), int((gaps_N > 0).sum()))
-
-
-def compute_gaps(row: ScoredRow) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[L] old logprob - teacher's logprob of each loss token: the estimate k1 of KL(policy || teacher)."""
-    assert row.teacher is not None, "asked for only of scored rows"
-    mask = row.sample.loss_mask
-    own, other = (values[mask].astype(np.float64) for values in (row.old_logprobs, row.teacher.logprobs))
-    gaps: np.ndarray[Any, np.dtype[np.float64]] = own - other
-    return gaps
 
 
 def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
@@ -126,7 +126,7 @@ def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
         raise InvalidInputError(f"a teacher with its own prompt must have rows without {what}, and one has some")
     length = len(task.prompt_ids)
 
-    def move(values: np.ndarray[Any, Any], given: float) -> np.ndarray[Any, Any]:
+    def move(values: NDArray[Any], given: float) -> NDArray[Any]:
         return np.concatenate([np.full(length, given, dtype=values.dtype), values[start:]])
 
     return replace(

@@ -36,7 +36,7 @@ from unbroken.training.config import OldLogprobs, Reference, TrainerConfig
 from unbroken.training.loss_config import ZeroVarianceRows
 from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, check_same_bits
 from unbroken.training.metrics.stats import ProcessStats, StepStats, UpdateStats, merge_stats
-from unbroken.training.model.batch import Batch, ScoredRow, TeacherLogprobs
+from unbroken.training.model.batch import Batch, ScoredRow
 from unbroken.training.model.pretrained import AddFiles, ModelForm
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.model.scores import TokenScores
@@ -45,7 +45,14 @@ from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.state import check_json, read_state
-from unbroken.training.teachers import Teachers, TeacherSums, TeacherTask, attach_scores, make_teacher_row
+from unbroken.training.teachers import (
+    TeacherLogprobs,
+    Teachers,
+    TeacherSums,
+    TeacherTask,
+    attach_scores,
+    make_teacher_row,
+)
 from unbroken.types import Logprobs, Numerics, TrainingSample
 from unbroken.weights.sources import WeightStream
 
@@ -111,8 +118,14 @@ class Trainer:
             model, config, self.objective, accelerator=accelerator, has_images=images is not None, reference=reference
         )
         check_teachers(teachers, model, config)
-        own = {"images": images, "reference": reference, "teachers": teachers and teachers.models}
-        self.backend = TrainerBackend(model, config, accelerator=accelerator, **own)
+        self.backend = TrainerBackend(
+            model,
+            config,
+            accelerator=accelerator,
+            images=images,
+            reference=reference,
+            teachers=None if teachers is None else teachers.models,
+        )
         self._teachers = teachers
         self._config = config
         self._processes = Processes(accelerator.process_index, self.from_all_processes)
@@ -130,7 +143,9 @@ class Trainer:
         if self._teachers is None:
             return units
         tasks = {group.group_id: self._teachers.find_task(group) for group in groups}
-        return [replace(unit, task=tasks.get(unit.group)) for unit in units]
+        return [
+            replace(unit, task=tasks.get(unit.group)) if isinstance(unit, TrajectoryRows) else unit for unit in units
+        ]
 
     def has_variance(self, group: TrajectoryGroup) -> bool:
         """Whether a group need not be replaced for its equal rewards (`Objective.has_variance`)."""
@@ -167,13 +182,12 @@ class Trainer:
                 for minibatch in minibatches
             ]
         rows = [row for unit in units for row in self.objective.get_rows(unit)]
-        scored = {id(row): row for minibatch in minibatches for row in minibatch.rows}.values()  # of all iterations
         seen = ProcessStats(
             num_rows=len(rows),
             num_tokens=sum(len(row.token_ids) for row in rows),
             staleness=_staleness(rows, self.policy_version),
             updates=tuple(update for update in updates if update is not None),
-            teachers={name: TeacherSums.of(name, scored) for name in self._teachers.models} if self._teachers else {},
+            teachers=self._sum_teachers(minibatches),
         )
         self.policy_version += 1
         self._num_steps += 1
@@ -429,6 +443,13 @@ class Trainer:
                 None if task is None else attach_scores(sample, task, next(scored[task.teacher]))
                 for sample, task in zip(samples, tasks, strict=True)
             ]
+
+    def _sum_teachers(self, minibatches: Sequence[_Minibatch]) -> dict[str, TeacherSums]:
+        """What each teacher says of the step's rows, each counted once, whatever the number of iterations."""
+        names = () if self._teachers is None else self._teachers.models
+        rows = {id(row): row for minibatch in minibatches for row in minibatch.rows}.values()
+        asked = [(row.teacher.teacher, row.teacher_gaps) for row in rows if row.teacher is not None]
+        return {name: TeacherSums.of(gaps for teacher, gaps in asked if teacher == name) for name in names}
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         if self._recomputes and not self._has_own_old_logprobs:

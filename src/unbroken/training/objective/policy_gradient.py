@@ -64,7 +64,6 @@ from unbroken.training.objective.losses import (
     token_weight,
 )
 from unbroken.training.objective.samples import RowPolicy, TrajectoryRows, build_trajectories, has_variance
-from unbroken.training.teachers import compute_gaps
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")
@@ -440,7 +439,7 @@ def _subtract_teacher(row: ScoredRow, weight: float) -> ScoredRow:
     if row.teacher is None:
         return row
     advantages = row.sample.advantages.astype(np.float64)
-    advantages[row.sample.loss_mask] -= weight * compute_gaps(row)
+    advantages[row.sample.loss_mask] -= weight * row.teacher_gaps
     return replace(row, sample=replace(row.sample, advantages=advantages.astype(np.float32)))
 
 

@@ -192,10 +192,10 @@ def build_trajectories(
         for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
             use, reason = policy.choose_use(member.status, is_equal=is_equal)
             units += _make_unit(member, of_member, use, reason, counters, group=group.name, reward=float(reward))
-    for group in groups:
-        for member in keep_trainable(group, UNSCORED):
-            use, reason = policy.choose_use(member.status, is_equal=False)
-            units += _make_unit(member, 0.0, use, reason, counters, group=group.group_id)
+    unscored = ((each.group_id, member) for each in groups for member in keep_trainable(each, UNSCORED))
+    for name, member in unscored:
+        use, reason = policy.choose_use(member.status, is_equal=False)
+        units += _make_unit(member, 0.0, use, reason, counters, group=name)
     return units
 
 

@@ -139,7 +139,7 @@ def test_a_teacher_is_refused_where_it_could_not_be_exact():
     teacher = Teachers(models={"teacher": tiny_qwen3(seed=1)})
     with pytest.raises(InvalidInputError, match="take gspo_token"):
         make_trainer(teacher, algorithm="gspo")
-    with pytest.raises(InvalidInputError, match="teachers must be given exactly with TrainerConfig.teacher_weight"):
+    with pytest.raises(InvalidInputError, match=r"exactly with TrainerConfig\.teacher_weight"):
         Trainer(tiny_qwen3(), TrainerConfig(), teachers=teacher)
     with pytest.raises(InvalidInputError, match="teacher_weight must be left out with OnlineDpo"):
         OnlineDpo().check_config(TrainerConfig(teacher_weight=1.0))
