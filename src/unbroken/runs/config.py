@@ -552,12 +552,6 @@ class RunConfig:
                 "without top_k, top_p and min_p with teacher.prompt or a teacher at a server, which does not know what "
                 "was kept",
             ),
-            (
-                "rollouts.limits.max_turns",
-                self.teacher.prompt is not None and self.max_turns > 1,
-                "1 with teacher.prompt: what stands between two turns was rendered after the policy's prompt, not the "
-                "teacher's",
-            ),
         )
         for name, is_refused, rule in rules:
             if is_refused:
