@@ -466,7 +466,8 @@ class RunConfig:
     algorithm: Algorithm = Algorithm.GRPO
     advantages: FunctionName | None = None
     """Instead of the algorithm's: grpo, dr_grpo, rloo, batch_scaled_grpo, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, turn_grpo, turn_returns, or your own, written module:function or file.py:function."""
+    reinforce_plus_plus_baseline, zero, turn_grpo, turn_returns, or your own, written module:function or
+    file.py:function."""
     loss: FunctionName | None = None
     """Instead of the algorithm's: clipped, gspo, gspo_token, cispo, sapo, or your own, written as `advantages`."""
     pairs: Pairing = Pairing.OUTSIDE_IN
