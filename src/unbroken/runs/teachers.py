@@ -160,13 +160,7 @@ def _choose(
 
     Raises `InvalidInputError` if the row has no such column, or a cell is no prompt.
     """
-    columns: Mapping[str, Any] = (group.data or {}).get("columns") or {}
-    for field, name in (("column", config.column), ("prompt", config.prompt)):
-        if name is not None and name not in columns:
-            raise InvalidInputError(
-                f"teacher.{field} must be a column of the data set, and the row of group {group.group_id} has "
-                f"{', '.join(columns) or 'none'}, got {name!r}"
-            )
+    columns = _find_columns(config, group)
     teacher = names[0] if config.column is None else columns[config.column]
     if teacher is None:
         return None
@@ -176,6 +170,18 @@ def _choose(
     if any(each.tools for each in group.trajectories):
         raise InvalidInputError("teacher.prompt must be left out with tools: the teacher's prompt would not show them")
     return TeacherTask(teacher=teacher, prompt_ids=render(cell))
+
+
+def _find_columns(config: TeacherConfig, group: TrajectoryGroup) -> Mapping[str, Any]:
+    """The columns of a group's row, among them those that the teacher needs."""
+    columns: Mapping[str, Any] = (group.data or {}).get("columns") or {}
+    for field, name in (("column", config.column), ("prompt", config.prompt)):
+        if name is not None and name not in columns:
+            raise InvalidInputError(
+                f"teacher.{field} must be a column of the data set, and the row of group {group.group_id} has "
+                f"{', '.join(columns) or 'none'}, got {name!r}"
+            )
+    return columns
 
 
 class _ServedTeacher:

@@ -125,10 +125,7 @@ class TrainerBackend:
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             self._reference = self._freeze(reference)
-        self._teachers: dict[str, PolicyLogprobs | RowScorer] = {
-            name: each if isinstance(each, RowScorer) else self._freeze(each)
-            for name, each in sorted((teachers or {}).items())
-        }
+        self._teachers = self._take_teachers(teachers)
         self.vocab_size = policy.vocab_size
         """Number of ids that the model has embeddings for."""
         self._wrapped: Any
@@ -517,6 +514,13 @@ class TrainerBackend:
             check_same_experts(routers, self._routers)
         logprobs = self._logprobs_of(frozen, routers)
         return logprobs if self.is_sharded else logprobs.to(self.accelerator.device)
+
+    def _take_teachers(self, teachers: Mapping[str, Any] | None) -> dict[str, PolicyLogprobs | RowScorer]:
+        """Freeze the teachers that are models; in one order in all processes, which ask them together."""
+        return {
+            name: each if isinstance(each, RowScorer) else self._freeze(each)
+            for name, each in sorted((teachers or {}).items())
+        }
 
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
         counts = self._config.router_loss_weight > 0

@@ -38,7 +38,7 @@ from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.algorithms import Algorithm
 from unbroken.runs.collector import DEFAULT_SET, EvaluationSet, MakeEnv, Problems, Score
-from unbroken.runs.config import RunConfig
+from unbroken.runs.config import RunConfig, is_address
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import (
     AgentConfig,
@@ -122,8 +122,7 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
-        if self.teacher is not None and self.teacher.prompt is not None:
-            self._check_teacher_prompt(self.teacher.prompt)
+        self._check_teacher()
         self._check_files()
         RunConfig.__post_init__(self)  # last, because it loads torch for the objective
 
@@ -153,8 +152,15 @@ class Config(RunConfig):
                     mistakes.add(f"{name}.file must name a file that exists, got {path}: there is no such file")
         mistakes.raise_all()
 
-    def _check_teacher_prompt(self, column: str) -> None:
-        """Raise `InvalidInputError` for what only the policy's prompt would have."""
+    def _check_teacher(self) -> None:
+        """Raise `InvalidInputError` for a teacher that is not there, or whose prompt lacks what the policy's has."""
+        if self.teacher is None:
+            return
+        for model in self.teacher.models:
+            if not is_address(model):
+                check_model_folder(model, name="teacher.models")
+        if (column := self.teacher.prompt) is None:
+            return
         for name in ("tools", "environment", "agent"):
             if getattr(self, name):
                 raise InvalidInputError(
