@@ -545,6 +545,11 @@ class RunConfig:
                 bool(set(self.teacher.models) & set(self.engine.urls)),
                 "at other servers than engine.urls, which get the policy's weights",
             ),
+            (
+                "trainer.teacher_weight",
+                self.algorithm is Algorithm.DISTILLATION and self.trainer.teacher_weight == 0,
+                "above 0 with algorithm distillation, which learns from nothing else",
+            ),
             ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
             (
                 "rollouts.sampling",

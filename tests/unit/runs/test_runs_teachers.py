@@ -175,6 +175,10 @@ async def test_a_server_with_another_tokenizer_is_refused(folder):
     ("settings", "words"),
     [
         ({"algorithm": "distillation"}, r"teacher\.models must be given with algorithm distillation"),
+        (
+            {"algorithm": "distillation", "teacher.models": ["a"], "trainer.teacher_weight": 0.0},
+            "which learns from nothing else",
+        ),
         ({"trainer.teacher_weight": 1.0}, r"trainer\.teacher_weight must be left out without teacher\.models"),
         ({"teacher.models": ["a", "x/a"], "teacher.column": "who"}, "end in different names"),
         ({"teacher.models": ["a", "b"]}, "column must be given exactly with several models"),
