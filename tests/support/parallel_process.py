@@ -28,6 +28,8 @@ from support.rows import random_rows
 from support.sharded import WHOLE, shared
 from support.vision import Family, picture, save_vision_model
 from unbroken.training.config import OptimizerConfig, ParallelConfig, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.teachers import Teachers
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -44,6 +46,7 @@ class Case:
     model: Callable[[], Any] = tiny_qwen3
     lora: dict[str, Any] | None = None
     reference: bool = False
+    teacher: bool = False
     replays: bool = False
     family: Family | None = None
     """Of an image-text model instead of `model`, whose rows have images."""
@@ -53,8 +56,8 @@ class Case:
 _moe = partial(tiny_model, "qwen3_moe")
 _experts = ParallelConfig(fsdp=2, expert=2)
 CASES = {
-    "fsdp": Case(ParallelConfig(fsdp=2), reference=True, config={"gradient_checkpointing": True}),
-    "tensor": Case(ParallelConfig(tensor=2), reference=True),
+    "fsdp": Case(ParallelConfig(fsdp=2), reference=True, teacher=True, config={"gradient_checkpointing": True}),
+    "tensor": Case(ParallelConfig(tensor=2), reference=True, teacher=True),
     "rslora": Case(ParallelConfig(fsdp=2), lora={"use_rslora": True}, reference=True),
     "both": Case(ParallelConfig(fsdp=2, tensor=2), model=untied_qwen3, reference=True),
     "experts": Case(_experts, model=_moe, reference=True),
@@ -84,6 +87,7 @@ def make_trainer(case: Case, parallel: ParallelConfig, accelerator: Accelerator 
         optimizer=optimizer,
         tokens_per_micro_batch=25,
         kl_weight=0.1 if case.reference else 0.0,
+        teacher_weight=0.5 if case.teacher else None,
         parallel=parallel,
         **({"shared_prefixes": SharedPrefixes.AUTO} | case.config),
     )
@@ -101,6 +105,7 @@ def make_trainer(case: Case, parallel: ParallelConfig, accelerator: Accelerator 
         accelerator=accelerator,
         reference=reference if case.reference else None,
         images=None if vision is None else vision.images,
+        teachers=Teachers(models={"teacher": shared(tiny_qwen3(seed=1), parallel)}) if case.teacher else None,
     )
 
 
@@ -146,7 +151,17 @@ def run(
     steps = [
         trainer.step([row for process in mine for row in rows_of(case, process, step)]) for step in range(NUM_STEPS)
     ]
-    found["steps"] = [(step.loss, step.grad_norm, step.num_rows, step.entropy, step.reference_k3) for step in steps]
+    found["steps"] = [
+        (
+            step.loss,
+            step.grad_norm,
+            step.num_rows,
+            step.entropy,
+            step.reference_k3,
+            step_metrics(step).get("teacher/kl"),
+        )
+        for step in steps
+    ]
     found["weights"] = {name: weight.clone() for name, weight in trainer.named_weights()}
     return found
 

@@ -32,6 +32,7 @@ from unbroken.training.config import (
     TrainerConfig,
 )
 from unbroken.training.loss_config import LossNormalization
+from unbroken.training.teachers import Teachers
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -55,7 +56,7 @@ def config(**changes: Any) -> TrainerConfig:
 
 
 CONFIGS = {
-    "packed": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1),
+    "packed": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1, teacher_weight=0.5),
     "shared": config(shared_prefixes=SharedPrefixes.ALWAYS, gradient_checkpointing=True),
     "lora": config(kl_weight=0.1, old_logprobs=OldLogprobs.RECOMPUTE, num_iterations=2),
     "experts": config(routing_replay=True, router_loss_weight=3.0, entropy_weight=0.05),
@@ -69,11 +70,13 @@ def make_trainer(name: str, kind: str | None = None) -> Trainer:
     model = shared(tiny_model("qwen3_moe") if name == "experts" else tiny_qwen3(), parallel)
     model = with_lora(model) if name == "lora" else model
     references = {"packed": lambda: shared(tiny_qwen3(seed=1), parallel), "lora": lambda: Reference.BASE}
+    teachers = Teachers(models={"teacher": shared(tiny_qwen3(seed=2), parallel)}) if name == "packed" else None
     return Trainer(
         model,
         replace(CONFIGS[name], parallel=parallel),
         accelerator=None if kind is None else Accelerator(cpu=True),
         reference=references.get(name, lambda: None)(),
+        teachers=teachers,
     )
 
 

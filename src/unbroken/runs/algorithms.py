@@ -43,6 +43,8 @@ class Algorithm(StrEnum):
     """grpo whose ratio is clipped without taking the gradient from a token."""
     SAPO = "sapo"
     """grpo with a soft gate instead of a clip."""
+    DISTILLATION = "distillation"
+    """The advantage of each token is its teacher's logprob minus the policy's; rewards are only measured."""
     ONLINE_DPO = "online_dpo"
     """DPO on pairs of a better and a worse trajectory of a group, with the run's first model as the reference."""
 

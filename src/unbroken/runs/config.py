@@ -8,7 +8,7 @@ class Config(RunConfig):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
 from unbroken.runs.profiler import parse_steps
-from unbroken.runs.python_files import FunctionName
+from unbroken.runs.python_files import FunctionName, ModelName
 from unbroken.training.config import LoopConfig, LoraUpdates, TrackerConfig, TrainerConfig
 from unbroken.training.loss_config import OverlongConfig
 from unbroken.types import InFlight, Numerics, SamplingParams, check_reproducible
@@ -162,6 +162,47 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0:
             raise InvalidInputError(f"rank must be >= 1 and alpha > 0, got {self.rank} and {self.alpha}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """Other models, which score what the policy samples (docs/teachers.md); `trainer.teacher_weight` weighs them."""
+
+    models: tuple[ModelName, ...]
+    """Models with the policy's tokenizer: a folder, a name on the hub, the folder of a LoRA adapter of the policy's
+    first model, or the address of a server (`unbroken serve`, or vLLM). Of several, each row names its own."""
+    column: str | None = None
+    """With several models: the column that names a row's teacher, by the last part of its folder's path, or by the
+    server's address; null for none."""
+    prompt: str | None = None
+    """The column with the prompt that the teacher gets instead of the policy's, as text or messages: with a hint, or
+    the answer. For one turn; null for the policy's own. Give it where the policy shall do without the hint later."""
+    api_key_file: Path | None = None
+    """A file with the API key of teachers at servers, if they need one."""
+
+    def __post_init__(self) -> None:
+        if not self.models or len(set(self.names)) < len(self.models):
+            raise InvalidInputError(
+                f"models must be models whose paths end in different names, got {[str(each) for each in self.models]}"
+            )
+        if (self.column is not None) != (len(self.models) > 1):
+            raise InvalidInputError(
+                f"column must be given exactly with several models, got {self.column!r} with {len(self.models)}"
+            )
+        if self.api_key_file is not None and not any(map(is_address, self.models)):
+            raise InvalidInputError("api_key_file must be left out without a server among models")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each model, as the column has it."""
+        return tuple(
+            each.partition("://")[2].rstrip("/") if is_address(each) else Path(each).name for each in self.models
+        )
+
+
+def is_address(model: str) -> bool:
+    """Whether a teacher is at a server."""
+    return model.startswith(("http://", "https://"))
 
 
 class Precision(StrEnum):
@@ -425,7 +466,7 @@ class RunConfig:
     algorithm: Algorithm = Algorithm.GRPO
     advantages: FunctionName | None = None
     """Instead of the algorithm's: grpo, dr_grpo, rloo, batch_scaled_grpo, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, gdpo, turn_grpo, turn_returns, or your own, written module:function or
+    reinforce_plus_plus_baseline, gdpo, zero, turn_grpo, turn_returns, or your own, written module:function or
     file.py:function."""
     loss: FunctionName | None = None
     """Instead of the algorithm's: clipped, gspo, gspo_token, cispo, sapo, or your own, written as `advantages`."""
@@ -438,6 +479,7 @@ class RunConfig:
     """The type in which the model's layers are computed; weights, logits and losses are always float32."""
     model_settings: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraConfig | None = None
+    teacher: TeacherConfig | None = None
     images: bool | None = None
     """Whether the model takes images, in prompts and from tools; none: if prompts of the data have images, or if
     transformers has no text model of its kind."""
@@ -485,6 +527,41 @@ class RunConfig:
                 f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
         self.rollouts.check_engine(self.engine.kind)
+        self._check_teacher()
+
+    def _check_teacher(self) -> None:
+        """Raise `InvalidInputError` for a teacher that is missing, or cannot score what the run samples."""
+        if self.teacher is None:
+            if self.algorithm is Algorithm.DISTILLATION:
+                raise InvalidInputError("teacher.models must be given with algorithm distillation, got none")
+            if self.trainer.teacher_weight is not None:
+                raise InvalidInputError(
+                    f"trainer.teacher_weight must be left out without teacher.models, got {self.trainer.teacher_weight}"
+                )
+            return
+        rules: Sequence[tuple[str, bool, str]] = (
+            (
+                "teacher.models",
+                bool(set(self.teacher.models) & set(self.engine.urls)),
+                "at other servers than engine.urls, which get the policy's weights",
+            ),
+            (
+                "trainer.teacher_weight",
+                self.algorithm is Algorithm.DISTILLATION and self.trainer.teacher_weight == 0,
+                "above 0 with algorithm distillation, which learns from nothing else",
+            ),
+            ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
+            (
+                "rollouts.sampling",
+                self.rollouts.sampling.truncates
+                and (self.teacher.prompt is not None or any(map(is_address, self.teacher.models))),
+                "without top_k, top_p and min_p with teacher.prompt or a teacher at a server, which does not know what "
+                "was kept",
+            ),
+        )
+        for name, is_refused, rule in rules:
+            if is_refused:
+                raise InvalidInputError(f"{name} must be {rule}, got {attrgetter(name)(self)}")
 
     def _check_lora(self) -> None:
         """Raise `InvalidInputError` for what only adapters have, where there are none."""
@@ -507,13 +584,14 @@ class RunConfig:
         if self.loop.replaces_groups and not objective.can_lack_variance(self.training):
             raise InvalidInputError(
                 "loop.max_replacements must be 0 where groups of equal rewards are trained on, got "
-                f"{self.loop.max_replacements:g}: with trainer.kl_weight above 0, reinforce_plus_plus or online_dpo "
-                "no group is left out by itself"
+                f"{self.loop.max_replacements:g}: with a teacher, trainer.kl_weight above 0, reinforce_plus_plus or "
+                "online_dpo no group is left out by itself"
             )
         if self.rollouts.group_size < (least := objective.min_group_size):
             raise InvalidInputError(
                 f"rollouts.group_size must be >= {least}, got {self.rollouts.group_size}: a trajectory is compared "
-                "with the others in its group (only reinforce_plus_plus compares those of all problems)"
+                "with the others in its group (only reinforce_plus_plus compares those of all problems, and "
+                "distillation none)"
             )
 
     def _check_exact(self) -> None:
@@ -552,6 +630,8 @@ class RunConfig:
         trainer, most = replace(self.trainer, seed=self.seed), self.max_sampled_tokens
         if self.loop.max_staleness > 0:
             trainer = self.objective.for_stale_rows(trainer)
+        if self.teacher is not None and trainer.teacher_weight is None:
+            trainer = replace(trainer, teacher_weight=1.0)
         if self.algorithm is Algorithm.DAPO and trainer.overlong is None:
             trainer = replace(trainer, overlong=OverlongConfig(max_tokens=most, buffer=max(most // 5, 1)))
         if self.algorithm is Algorithm.DR_GRPO and (trainer.normalization or trainer.max_trajectory_tokens) is None:

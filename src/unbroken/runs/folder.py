@@ -54,6 +54,7 @@ _MAY_CHANGE = (
     "output",
     "engine.",
     "sessions.",
+    "teacher.api_key_file",
     "rollouts.samplers",
     "rollouts.listen",
     "rollouts.key_file",
@@ -73,6 +74,8 @@ _MAY_CHANGE = (
     "profile_steps",
 )
 """Fields, and parts of the config (with a dot), that do not affect what a step trains on."""
+TEACHERS = "teacher.models"
+"""The setting whose folders are compared with their weights, of which no checkpoint knows."""
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 COMPRESSED = ".gz"
 _CODE_FILES = (".py", ".sh", ".js", ".mjs", ".ts", ".jinja")
@@ -85,6 +88,7 @@ _FOLDER_FILES = (
     "*/data-*.arrow",
 )
 """Of a model's folder what makes ids of messages, and of one of `save_to_disk` the rows."""
+_WEIGHT_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin")
 _PROCESS, _MAX_LOCK_BYTES = re.compile(r"\d{1,9}", re.ASCII), 1000
 _logger = logging.getLogger(__name__)
 
@@ -231,6 +235,7 @@ def digest_files(settings: Mapping[str, Any], *, code: str = "") -> dict[str, st
     """
     texts = _find_texts([value for name, value in settings.items() if not may_change(name)])
     paths = {str(path): path for text in texts for path in _list_files(text)}
+    paths |= {str(path): path for folder in settings.get(TEACHERS) or () for path in _list_weights(folder)}
     if code:
         paths[f"{Path(code).name}, the recipe's code"] = Path(code)
     found = {}
@@ -256,6 +261,11 @@ def _list_files(text: str) -> list[Path]:
         return sorted(each for pattern in _FOLDER_FILES for each in path.glob(pattern))
     is_known = path.name.removesuffix(COMPRESSED).endswith(DATA_FILES + _CODE_FILES)
     return [path] if is_known and os.path.isfile(path) else []  # noqa: PTH113
+
+
+def _list_weights(folder: str) -> list[Path]:
+    """The files that a model's folder is computed from, besides its tokenizer."""
+    return sorted(each for pattern in _WEIGHT_FILES for each in Path(folder).glob(pattern)) if folder else []
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:

@@ -30,6 +30,7 @@ from unbroken.runs.config import (
     Precision,
     RendererConfig,
     RunConfig,
+    is_address,
 )
 from unbroken.training.config import ParallelConfig, Reference
 from unbroken.training.memory import Layout, ModelSizes, describe_shortage
@@ -102,9 +103,14 @@ def _plan_layout(config: RunConfig, num_processes: int) -> Layout:
         is_replicated=num_processes > 1 and parallel.fsdp == 1,
         lora_rank=0 if lora is None else lora.rank,
         is_base_exact=config.chosen_model_settings.dtype is Precision.FLOAT32,
-        num_copies=has_copy + (config.engine.kind is EngineKind.EMBEDDED),
+        num_copies=has_copy + (config.engine.kind is EngineKind.EMBEDDED) + _count_teachers(config),
         engine_share=_find_engine_share(config),
     )
+
+
+def _count_teachers(config: RunConfig) -> int:
+    """How many teachers are in each process: each is counted as large as the policy, and a larger one takes more."""
+    return 0 if config.teacher is None else sum(not is_address(each) for each in config.teacher.models)
 
 
 def _find_engine_share(config: RunConfig) -> float:

@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from unbroken.runs.models import load_model, prepare_model
 from unbroken.runs.processes import Rank
 from unbroken.runs.run import join_accelerator
 from unbroken.runs.settings import build, section_of
+from unbroken.runs.teachers import open_teachers
 from unbroken.training.config import SharedPrefixes
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.model.adapters import causal_lm
@@ -145,13 +146,14 @@ async def open_pair(config: RunConfig, source: str) -> AsyncIterator[tuple[RunEn
     accelerator = join_accelerator(config, None)
     is_rounded = config.precision is Precision.BFLOAT16
     policy = load_model(source, config.chosen_model_settings, is_bfloat16=is_rounded)
-    async with open_engine(
+    async with AsyncExitStack() as stack, open_engine(
         config.engine, model=policy, source=source, output=config.output, device=accelerator.device, rank=Rank(),
         adapter_rank=config.adapter_rank, numerics=config.trainer.numerics,
     ) as opened:  # fmt: skip
         fix_rotary(policy, opened.engine.context_length)
         policy, reference = prepare_model(policy, config)
-        own = {"objective": config.objective, "accelerator": accelerator, "reference": reference}
+        teachers = await open_teachers(stack, config, source, context_length=opened.engine.context_length)
+        own = {"objective": config.objective, "accelerator": accelerator, "reference": reference, "teachers": teachers}
         yield opened, Trainer(policy, opened.adapt(config.training), **own)
 
 

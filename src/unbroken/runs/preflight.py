@@ -114,6 +114,7 @@ class Preflight:
         return {
             "device": f"{_name_device(self.model)}, engine {config.engine.kind}{processes}",
             "model": f"{self.source}{_describe_size(self.model)}",
+            **({"teacher": ", ".join(config.teacher.models)} if config.teacher and self.trains else {}),
             "rows": f"{rows}; {step} rollouts a step, {config.loop.num_steps} steps" if self.trains else rows,
             "output": str(config.output),
         }

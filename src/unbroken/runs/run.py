@@ -54,6 +54,7 @@ from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.settings import describe
+from unbroken.runs.teachers import open_teachers
 from unbroken.threads import keep_loop_responsive
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
@@ -252,7 +253,9 @@ async def open_run(
         if engine.engine.context_length and policy is not sampled:
             fix_rotary(policy, engine.engine.context_length)
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
-        own = {"accelerator": accelerator, "images": processor, "reference": reference}
+        length = engine.engine.context_length
+        teachers = await open_teachers(stack, config, model, context_length=length, takes_images=images is not None)
+        own = {"accelerator": accelerator, "images": processor, "reference": reference, "teachers": teachers}
         trainer = Trainer(policy, _choose_training(config, engine, policy), objective=config.objective, **own)
         yield OpenRun(
             source=locate(model),

@@ -39,7 +39,7 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import EvaluationSet, Problems, Sampler, SamplesElsewhere
 from unbroken.runs.config import EngineKind, RunConfig, parse_address, read_key
 from unbroken.runs.engines import RunEngine, check_embedded, connect_servers
-from unbroken.runs.folder import digest_files, may_change, open_private
+from unbroken.runs.folder import TEACHERS, digest_files, may_change, open_private
 from unbroken.runs.models import (
     check_vocabulary,
     find_context_length,
@@ -88,7 +88,8 @@ class SamplerOpener:
         settings = {name: value for name, value in describe(self.config).items() if not may_change(name)}
         found = {"the release": __version__, "the recipe": recipe.name}
         found |= {name: json.dumps(value) for name, value in settings.items()}
-        found |= digest_files(settings, code=recipe.code)
+        # Samplers need no teachers: their folders may be on the trainer's machine alone.
+        found |= digest_files({k: v for k, v in settings.items() if k != TEACHERS}, code=recipe.code)
         for k, each in enumerate(self.problems):
             kind = "environment" if each.agent is None else "agent"
             facts = [each.num_problems, each.source, kind, each.score is not None, each.has_images]

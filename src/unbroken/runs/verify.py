@@ -26,7 +26,7 @@ from typing import Any
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.compare import compare_metrics, find_sampled
-from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig
+from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig, is_address
 from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
 from unbroken.runs.export.files import INFO, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
@@ -277,6 +277,11 @@ def _check_settings(config: RunConfig) -> None:
             "false: the experts of each id are in no file",
         ),
         ("images", config.images, not config.images, "false: processed images are in no file"),
+        (
+            "teacher.models", None if config.teacher is None else config.teacher.models,
+            config.teacher is None or not any(map(is_address, config.teacher.models)),
+            "models that can be loaded: what a server answered is in no file",
+        ),
     )  # fmt: skip
     for name, value, is_possible, rule in rules:
         if not is_possible:

@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import CheckpointError, InvalidInputError, InvariantError, TrainingError, missing_extra
 from unbroken.images.processor import ImageProcessor
 from unbroken.routing import Routers
@@ -84,6 +85,7 @@ from unbroken.training.state import (
     read_state,
     write_state,
 )
+from unbroken.training.teachers import RowScorer, check_teacher_rows
 from unbroken.types import Logprobs, Numerics, TrainingSample
 from unbroken.weights.sources import WeightStream
 
@@ -102,8 +104,9 @@ class TrainerBackend:
         accelerator: Accelerator,
         images: ImageProcessor | None = None,
         reference: Any | Reference | None = None,
+        teachers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take over `model` and `reference`, as `Trainer` does; they were checked to go together (`check_parts`)."""
+        """Take over `model`, `reference` and `teachers`, as `Trainer` does, which has checked them (`check_parts`)."""
         self.accelerator = accelerator
         self.num_updates = 0
         """Updates of the weights, in all steps."""
@@ -122,6 +125,7 @@ class TrainerBackend:
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             self._reference = self._freeze(reference)
+        self._teachers = self._take_teachers(teachers)
         self.vocab_size = policy.vocab_size
         """Number of ids that the model has embeddings for."""
         self._wrapped: Any
@@ -177,9 +181,8 @@ class TrainerBackend:
         For a trainer's first step: a gradient that the proof computes may not fit beside an engine that is awake.
         """
         with self.accelerator.autocast():
-            for policy in (self.policy, self._reference):
-                if isinstance(policy, PolicyLogprobs):
-                    policy.allow_trees()
+            for policy in self._list_models():
+                policy.allow_trees()
         # The optimizer makes its averages with its first update; those that it has are not free now.
         self.passes.measure(0 if self.optimizer.state else _count_state_bytes(self.policy, self._config.optimizer))
 
@@ -229,6 +232,28 @@ class TrainerBackend:
         """As `logprobs`, under the reference."""
         assert self._reference is not None, "asked for only if `has_reference`"
         return [scores.logprobs for scores in self.passes.score(self._reference, samples)]
+
+    def teacher_logprobs(self, rows: Mapping[str, Sequence[TrainingSample]]) -> dict[str, list[Logprobs]]:
+        """As `logprobs`, of the rows of each teacher, by its name. Every process calls it, also without rows.
+
+        Raises:
+            InvalidInputError: a teacher has no embedding for an id, or no place for a row.
+            EngineError: one that is elsewhere does not answer.
+            TrainingError: another process raised one of these.
+        """
+        scored: dict[str, list[Logprobs]] = {}
+        with self.fail_together():
+            for name, teacher in self._teachers.items():
+                if isinstance(teacher, PolicyLogprobs):
+                    limit = DecoderConfig(teacher.causal.config).max_positions
+                    check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=limit)
+                else:
+                    check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=teacher.max_ids)
+                    scored[name] = teacher.score(rows[name])
+        for name, teacher in self._teachers.items():  # with the other processes, in the same order
+            if isinstance(teacher, PolicyLogprobs):
+                scored[name] = [scores.logprobs for scores in self.passes.score(teacher, rows[name])]
+        return scored
 
     def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
         """The logprob, the entropy and the rank of each sampled id under the current weights."""
@@ -457,14 +482,18 @@ class TrainerBackend:
         with self.computing(), self.accelerator.autocast():
             if self._is_as_vllm:
                 self.policy.compute_as_vllm(self._config.sampler_tensor_parallel)
-            for each in (self.policy, self._reference):
-                if isinstance(each, PolicyLogprobs):
-                    if self._config.parallel.sequence > 1:
-                        split_lanes(each, SequenceGroup(self._same_rows.group))
-                    if self._config.compile:
-                        compile_blocks(each)
-                    each.allow_by_rows()
-                    each.check_trees()
+            for each in self._list_models():
+                if self._config.parallel.sequence > 1:
+                    split_lanes(each, SequenceGroup(self._same_rows.group))
+                if self._config.compile:
+                    compile_blocks(each)
+                each.allow_by_rows()
+                each.check_trees()
+
+    def _list_models(self) -> list[PolicyLogprobs]:
+        """The policy, its reference and its teachers, as far as they are models of their own here."""
+        every = (self.policy, self._reference, *self._teachers.values())
+        return [each for each in every if isinstance(each, PolicyLogprobs)]
 
     def _let_checkpoint(self, model: Any) -> None:
         """Compute layers again in the backward pass, if the config says so, or the model does already with routers,
@@ -478,13 +507,20 @@ class TrainerBackend:
         return Routers.find(causal_lm(model)) if self._config.routing_replay else None
 
     def _freeze(self, reference: Any) -> PolicyLogprobs:
-        """Take over a reference that is a separate model."""
+        """Take over a reference or a teacher that is a separate model."""
         frozen = reference.requires_grad_(False)
         routers = self._find_routers(frozen)
         if routers is not None and self._routers is not None:
             check_same_experts(routers, self._routers)
         logprobs = self._logprobs_of(frozen, routers)
         return logprobs if self.is_sharded else logprobs.to(self.accelerator.device)
+
+    def _take_teachers(self, teachers: Mapping[str, Any] | None) -> dict[str, PolicyLogprobs | RowScorer]:
+        """Freeze the teachers that are models; in one order in all processes, which ask them together."""
+        return {
+            name: each if isinstance(each, RowScorer) else self._freeze(each)
+            for name, each in sorted((teachers or {}).items())
+        }
 
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
         counts = self._config.router_loss_weight > 0

@@ -16,6 +16,7 @@ from unbroken.training.model.adapters import check_adapter_alone, check_adapters
 from unbroken.training.model.sharding import check_sharding, get_part
 from unbroken.training.model.weights import gather_weights
 from unbroken.training.objective.base import Objective
+from unbroken.training.teachers import RowScorer, Teachers
 from unbroken.types import Numerics, TrainingSample
 
 _GROUP_SIZE = 4
@@ -148,6 +149,18 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool, follo
         raise InvalidInputError(f"reference must have the model's vocabulary of {sizes[0]} ids, got {sizes[1]}")
 
 
+def check_teachers(teachers: Teachers | None, model: Any, config: TrainerConfig) -> None:
+    """Raise `InvalidInputError` if teachers are missing or not used, or one shares a parameter with `model`."""
+    if (teachers is not None) != (config.teacher_weight is not None):
+        raise InvalidInputError(
+            f"teachers must be given exactly with TrainerConfig.teacher_weight, got {teachers} with "
+            f"{config.teacher_weight}"
+        )
+    for teacher in () if teachers is None else teachers.models.values():
+        if not isinstance(teacher, RowScorer):
+            _check_not_shared(teacher, model, name="a teacher")
+
+
 def _check_copy(reference: Any, model: Any) -> None:
     """Raise `InvalidInputError` unless a reference has the model's weights, by name and shape."""
     is_base = reference is Reference.BASE
@@ -159,13 +172,13 @@ def _check_copy(reference: Any, model: Any) -> None:
         )
 
 
-def _check_not_shared(reference: Any, model: Any) -> None:
-    """Raise `InvalidInputError` if a reference has a parameter in common with the model."""
+def _check_not_shared(reference: Any, model: Any, name: str = "reference") -> None:
+    """Raise `InvalidInputError` if a reference or a teacher has a parameter in common with the model."""
     trained = {get_part(parameter).data_ptr() for parameter in model.parameters()}
-    for name, parameter in reference.named_parameters():
+    for own, parameter in reference.named_parameters():
         if get_part(parameter).data_ptr() in trained:
             raise InvalidInputError(
-                f"reference must be a copy, and shares {name} with the model: it would be trained too, and the "
+                f"{name} must be a copy, and shares {own} with the model: it would be trained too, and the "
                 "distance to it would stay 0"
             )
 

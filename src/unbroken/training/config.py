@@ -296,6 +296,9 @@ class TrainerConfig:
     """Adapt `entropy_weight`, which is then the first one, to hold the entropy at a target; None: it stays."""
     reference_sync: ReferenceSync | None = None
     """Let the reference follow the policy; None: it stays as it is."""
+    teacher_weight: float | None = None
+    """Weight of the teacher: each token's advantage falls by this times logprob - teacher's logprob; 0 only measures
+    that. Lower it where the teacher outweighs the rewards. None: 1 in a run with a teacher."""
     num_minibatches: int = 1
     """Optimizer updates in a pass over the step's rows; each row, or pair, goes into one of them at random. More learn
     more from rollouts that are slow to sample, with older ids."""
@@ -354,6 +357,14 @@ class TrainerConfig:
         )
         self._check_objective()
         self._check_passes()
+        check_fields(
+            self,
+            teacher_weight=(self.teacher_weight is None or is_weight(self.teacher_weight), "finite and >= 0, or None"),
+            routing_replay=(
+                not self.routing_replay or self.teacher_weight is None,
+                "False with a teacher, which chooses its own experts",
+            ),
+        )
         if self.numerics is Numerics.EXACT and (name := self._find_inexact()) is not None:
             raise InvalidInputError(f"numerics must be fast with {name} = {getattr(self, name)}, got exact")
 

@@ -176,9 +176,9 @@ class StepRunner:
         replaced: Sequence[Any] = ()
         with self.log.span("units"):
             async with fail_together(trainer):
-                units = await objective.make_units(groups.groups, counters, trainer.config, trainer.processes)
+                units = await trainer.make_units(groups.groups, counters)
                 if self.config.replaces_groups:
-                    replaced = await objective.make_units(groups.replaced, counters, trainer.config, trainer.processes)
+                    replaced = await trainer.make_units(groups.replaced, counters)
         get_rows, get_idle = objective.get_rows, objective.get_idle_rows
         untrained = [rows for unit in units if (rows := get_idle(unit))]
         untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]

@@ -26,10 +26,12 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
+from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, InvariantError, UnbrokenError
 from unbroken.images.processor import ImageProcessor
+from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.backend import TrainerBackend
-from unbroken.training.checks import check_lengths, check_parts, check_trainable, check_units
+from unbroken.training.checks import check_lengths, check_parts, check_teachers, check_trainable, check_units
 from unbroken.training.config import OldLogprobs, Reference, TrainerConfig
 from unbroken.training.loss_config import ZeroVarianceRows
 from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, check_same_bits
@@ -41,7 +43,16 @@ from unbroken.training.model.scores import TokenScores
 from unbroken.training.objective.base import BatchLoss, LeftOut, LossStats, Objective, UpdateSize
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.state import check_json, read_state
+from unbroken.training.teachers import (
+    TeacherLogprobs,
+    Teachers,
+    TeacherSums,
+    TeacherTask,
+    attach_scores,
+    make_teacher_row,
+)
 from unbroken.types import Logprobs, Numerics, TrainingSample
 from unbroken.weights.sources import WeightStream
 
@@ -85,6 +96,7 @@ class Trainer:
         accelerator: Accelerator | None = None,
         images: ImageProcessor | None = None,
         reference: Any | Reference | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """Take over `model`, whose weights are the version `policy_version`: they move to the accelerator's device and
         are updated in place. No engine may share them, or they would change under one policy version (I6). Of a
@@ -92,7 +104,8 @@ class Trainer:
 
         `objective` is `PolicyGradient()`, which is GRPO, unless another is given. Some need a `reference` to hold the
         policy close to: a second model, which is taken over too and frozen, or `Reference.BASE`, the model without its
-        adapters. `images` is the model's own processor; without it, rows with images are refused.
+        adapters. `teachers` score what it trains on (`TrainerConfig.teacher_weight`); models among them are taken over
+        and frozen too. `images` is the model's own processor; without it, rows with images are refused.
 
         Raises:
             InvalidInputError: the logprobs of the model or the reference would not be exact (`PolicyLogprobs`), the
@@ -104,7 +117,16 @@ class Trainer:
         check_parts(
             model, config, self.objective, accelerator=accelerator, has_images=images is not None, reference=reference
         )
-        self.backend = TrainerBackend(model, config, accelerator=accelerator, images=images, reference=reference)
+        check_teachers(teachers, model, config)
+        self.backend = TrainerBackend(
+            model,
+            config,
+            accelerator=accelerator,
+            images=images,
+            reference=reference,
+            teachers=None if teachers is None else teachers.models,
+        )
+        self._teachers = teachers
         self._config = config
         self._processes = Processes(accelerator.process_index, self.from_all_processes)
         self._rng = np.random.default_rng(config.seed)
@@ -120,10 +142,15 @@ class Trainer:
         """What the methods of its objective get."""
         return self._config
 
-    @property
-    def processes(self) -> Processes:
-        """Those that train together, for units and advantages that all of their groups decide."""
-        return self._processes
+    async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[Any]:
+        """The units of this process's groups, for `step` (`Objective.make_units`), each with its teacher's task."""
+        units = await self.objective.make_units(groups, counters, self._config, self._processes)
+        if self._teachers is None:
+            return units
+        tasks = {group.group_id: self._teachers.find_task(group) for group in groups}
+        return [
+            replace(unit, task=tasks.get(unit.group)) if isinstance(unit, TrajectoryRows) else unit for unit in units
+        ]
 
     def step(self, units: Sequence[Any]) -> StepStats:
         """Train on each unit `num_iterations` times, in up to `num_minibatches` updates each, and raise the policy
@@ -156,6 +183,7 @@ class Trainer:
             num_tokens=sum(len(row.token_ids) for row in rows),
             staleness=_staleness(rows, self.policy_version),
             updates=tuple(update for update in updates if update is not None),
+            teachers=self._sum_teachers(minibatches),
         )
         self.policy_version += 1
         self._num_steps += 1
@@ -365,22 +393,59 @@ class Trainer:
         """The scored rows of each unit that has some, as the objective changes them."""
         units = [unit for unit in units if self.objective.get_rows(unit)]
         rows = [self.objective.get_rows(unit) for unit in units]
-        scored = iter(self._score_before_updates([sample for of_unit in rows for sample in of_unit]))
+        samples, tasks = [sample for of_unit in rows for sample in of_unit], self._find_tasks(units, rows)
+        scored = iter(self._score_before_updates(samples, tasks))
         scored_units: list[list[ScoredRow]] = [[next(scored) for _ in of_unit] for of_unit in rows]
         if self.objective.changes_units(self._config):
             with self.fail_together():
                 scored_units = self.objective.change_units(units, scored_units, self._config, self._processes)
         return scored_units
 
-    def _score_before_updates(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
-        """Compute the old and reference logprobs for all updates of the step."""
+    def _score_before_updates(
+        self, samples: Sequence[TrainingSample], tasks: Sequence[TeacherTask | None] = ()
+    ) -> list[ScoredRow]:
+        """Compute the old, reference and teachers' logprobs for all updates of the step."""
         references: Sequence[Logprobs | None] = [None] * len(samples)
         if self.backend.has_reference:
             references = self.backend.reference_logprobs(samples)
+        given = zip(samples, self._old_logprobs(samples), references, self._ask_teachers(samples, tasks), strict=True)
         return [
-            ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference)
-            for sample, old, reference in zip(samples, self._old_logprobs(samples), references, strict=True)
+            ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference, teacher=teacher)
+            for sample, old, reference, teacher in given
         ]
+
+    def _find_tasks(self, units: Sequence[Any], rows: Sequence[Sequence[TrainingSample]]) -> list[TeacherTask | None]:
+        """Who scores each row of these units; a row by itself has the only teacher."""
+        if self._teachers is None:
+            return [None for of_unit in rows for _ in of_unit]
+        default = self._teachers.default_task
+        tasks = [(unit.task if isinstance(unit, TrajectoryRows) else None) or default for unit in units]
+        return [task for task, of_unit in zip(tasks, rows, strict=True) for _ in of_unit]
+
+    def _ask_teachers(
+        self, samples: Sequence[TrainingSample], tasks: Sequence[TeacherTask | None]
+    ) -> list[TeacherLogprobs | None]:
+        """What the teachers say of each row. All processes ask all of them, in the same order."""
+        if self._teachers is None:
+            return [None] * len(samples)
+        rows: dict[str, list[TrainingSample]] = {name: [] for name in self._teachers.models}
+        with self.fail_together():
+            for sample, task in zip(samples, tasks, strict=True):
+                if task is not None:
+                    rows[task.teacher].append(make_teacher_row(sample, task))
+        scored = {name: iter(of_teacher) for name, of_teacher in self.backend.teacher_logprobs(rows).items()}
+        with self.fail_together():
+            return [
+                None if task is None else attach_scores(sample, task, next(scored[task.teacher]))
+                for sample, task in zip(samples, tasks, strict=True)
+            ]
+
+    def _sum_teachers(self, minibatches: Sequence[_Minibatch]) -> dict[str, TeacherSums]:
+        """What each teacher says of the step's rows, each counted once, whatever the number of iterations."""
+        names = () if self._teachers is None else self._teachers.models
+        rows = {id(row): row for minibatch in minibatches for row in minibatch.rows}.values()
+        asked = [(row.teacher.teacher, row.teacher_gaps) for row in rows if row.teacher is not None]
+        return {name: TeacherSums.of(gaps for teacher, gaps in asked if teacher == name) for name in names}
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         if self._recomputes and not self._has_own_old_logprobs:

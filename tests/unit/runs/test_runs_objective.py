@@ -10,11 +10,11 @@ import pytest
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing
-from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, RolloutConfig, RunConfig, TeacherConfig
 from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.prompts.dataset import DataConfig
 from unbroken.runs.prompts.rewards import RewardConfig
-from unbroken.runs.python_files import FunctionName
+from unbroken.runs.python_files import FunctionName, ModelName
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings import describe
 from unbroken.training.config import LoopConfig, OldLogprobs, TrainerConfig
@@ -65,7 +65,8 @@ def test_each_name_of_the_policy_gradient_is_an_algorithm(name):
     most = 8 if name == "dr_grpo" else None
     overlong = OverlongConfig(max_tokens=8, buffer=2) if name == "dapo" else None
     trainer = TrainerConfig(max_trajectory_tokens=most, overlong=overlong)
-    assert make_config(algorithm=Algorithm(name), trainer=trainer).objective == ALGORITHMS[name]
+    teacher = TeacherConfig(models=(ModelName("a"),)) if name == "distillation" else None
+    assert make_config(algorithm=Algorithm(name), trainer=trainer, teacher=teacher).objective == ALGORITHMS[name]
     assert {each.value for each in Algorithm} == {*ALGORITHMS, "online_dpo"}
 
 

@@ -365,8 +365,8 @@ def _find_unscored(evidence: Evidence) -> str | None:
 
 
 def _find_lonely_groups(evidence: Evidence) -> str | None:
-    """Groups are left with one member or none, so nothing is compared."""
-    steps = evidence.get_recent(2)
+    """Groups are left with one member or none, so nothing is compared; a teacher needs no comparison."""
+    steps = [step for step in evidence.get_recent(2) if "teacher/kl" not in step]
     groups, compared = _sum(steps, "groups/num"), _sum(steps, "groups/num_compared")
     if groups < 2 or compared >= groups / 2:
         return None

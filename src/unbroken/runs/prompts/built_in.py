@@ -35,9 +35,10 @@ from unbroken.rollout.agents.known import read_instruction
 from unbroken.rollout.agents.session import Agent, AgentTask
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
-from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
+from unbroken.runs.algorithms import Algorithm
 from unbroken.runs.collector import DEFAULT_SET, EvaluationSet, MakeEnv, Problems, Score
-from unbroken.runs.config import RunConfig
+from unbroken.runs.config import RunConfig, is_address
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import (
     AgentConfig,
@@ -50,6 +51,7 @@ from unbroken.runs.prompts.environments import (
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.runs.python_files import FunctionName, ModelName, load_object
 from unbroken.runs.settings import Mistakes
+from unbroken.training.objective.samples import keep_trainable
 from unbroken.types import SamplingParams
 
 TRAIN = "train"
@@ -105,10 +107,11 @@ class Config(RunConfig):
         elif self.environment is None:
             if self.data is None:
                 raise InvalidInputError("data must be given without an environment: data.file or data.hub")
-            if not self.rewards:
+            if not self.rewards and self.algorithm is not Algorithm.DISTILLATION:
                 raise InvalidInputError(
                     "rewards must hold at least one function or model without an environment: [[rewards]] function = "
-                    '"rewards.py:name" in the recipe, or --reward rewards.py:name of `unbroken eval`'
+                    '"rewards.py:name" in the recipe, or --reward rewards.py:name of `unbroken eval`; algorithm '
+                    "distillation needs none"
                 )
             if self.environment_arguments:
                 raise InvalidInputError(
@@ -120,6 +123,7 @@ class Config(RunConfig):
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
         self._check_parts()
+        self._check_teacher()
         self._check_files()
         RunConfig.__post_init__(self)  # last, because it loads torch for the objective
 
@@ -155,6 +159,25 @@ class Config(RunConfig):
                 if not path.exists():
                     mistakes.add(f"{name}.file must name a file that exists, got {path}: there is no such file")
         mistakes.raise_all()
+
+    def _check_teacher(self) -> None:
+        """Raise `InvalidInputError` for a teacher that is not there, or whose prompt lacks what the policy's has."""
+        if self.teacher is None:
+            return
+        for model in self.teacher.models:
+            if not is_address(model):
+                check_model_folder(model, name="teacher.models")
+        if (column := self.teacher.prompt) is None:
+            return
+        for name in ("tools", "environment", "agent"):
+            if getattr(self, name):
+                raise InvalidInputError(
+                    f"{name} must be left out with teacher.prompt {column!r}, which is for one answer"
+                )
+        if self.data is not None and self.data.system is not None:
+            raise InvalidInputError(
+                f"data.system must be left out with teacher.prompt {column!r}, which would not have it: write messages"
+            )
 
     def _check_package(self) -> None:
         for name in ("data", "evaluation_sets", "tools", "rewards", "agent"):
@@ -244,6 +267,8 @@ class ProblemMaker:
         if self._package is not None:
             return self._package.make(evaluation=split != TRAIN)
         rows = None if data is None else self.load(data)
+        if rows is not None and split == TRAIN:
+            self._check_teacher_columns(rows)
         if self._agent is not None and rows is not None:
             return self._make_agent_problems(self._agent, rows)
         if self._environments is None:
@@ -255,7 +280,7 @@ class ProblemMaker:
             return Problems(env=make_env, tools=[tool.schema for tool in self._tools])
         return Problems(
             env=make_env,
-            score=self._make_score(rows) if self._config.rewards else None,
+            score=self._choose_score(rows),
             row=rows.describe,
             source=rows.source,
             num_problems=len(rows),
@@ -264,6 +289,16 @@ class ProblemMaker:
             tools=[tool.schema for tool in self._tools],
             check_prompts=None if self._environments else partial(rows.check_prompts, self._tools),
         )
+
+    def _check_teacher_columns(self, rows: Rows) -> None:
+        teacher = self._config.teacher
+        named = {} if teacher is None else {"column": teacher.column, "prompt": teacher.prompt}
+        for setting, name in named.items():
+            if name is not None and name not in rows.columns:
+                raise InvalidInputError(
+                    f"{rows.name} must have the column {name!r}, which teacher.{setting} names: its columns are "
+                    f"{', '.join(rows.columns)}"
+                )
 
     def _make_agent_problems(self, agent: Agent, rows: Rows) -> Problems:
         def prepare(number: int) -> Agent:
@@ -298,6 +333,11 @@ class ProblemMaker:
 
         return env
 
+    def _choose_score(self, rows: Rows) -> Score | None:
+        if self._config.rewards:
+            return self._make_score(rows)
+        return None if self._environments else _leave_unscored
+
     def _make_score(self, rows: Rows) -> Score:
         rewards = Rewards(
             self._config.rewards, rows.columns, add_to_own=self._environments is not None or self._agent is not None
@@ -324,6 +364,16 @@ def load_tool(reference: Path) -> Tool:
             f"tools must be functions with the decorator @tool, got {reference}, which is {found!r}"
         )
     return found
+
+
+async def _leave_unscored(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group of a teacher alone, whose answers have no reward, instead of one of 0."""
+    answers = {each.trajectory_id for each in keep_trainable(group)}
+    members = (
+        replace(each, reward=None, status=TrajectoryStatus.UNSCORED) if each.trajectory_id in answers else each
+        for each in group.trajectories
+    )
+    return replace(group, trajectories=tuple(members))
 
 
 async def _no_reward(messages: Sequence[Message]) -> float:

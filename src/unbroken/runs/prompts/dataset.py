@@ -156,7 +156,7 @@ class Rows:
         """All columns of row `number` of the run, as `datasets` gives them: an `Image` is decoded."""
         cells: dict[str, Any] = self._rows[self.index(number)]
         found = {column: self._undecoded.drop_filled_keys(column, cell) for column, cell in cells.items()}
-        return {**found, self.prompt_column: _read_prompt(found[self.prompt_column])}
+        return {**found, self.prompt_column: read_prompt(found[self.prompt_column])}
 
     def describe(self, number: int) -> dict[str, Any]:
         """Row `number` of the run as rollout files keep it."""
@@ -223,7 +223,7 @@ class Rows:
 
     def _make_messages(self, index: int, row: Mapping[str, Any]) -> list[Message]:
         """Check the prompt of a row, and make its messages with their images."""
-        prompt = _read_prompt(row[self._config.prompt])
+        prompt = read_prompt(row[self._config.prompt])
         place = f"{self.name}, row {index}, column {self._config.prompt!r}"
         messages: list[Any]
         if isinstance(prompt, str) and prompt.strip():
@@ -304,7 +304,7 @@ def _to_stable_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=convert).encode()
 
 
-def _read_prompt(cell: Any) -> Any:
+def read_prompt(cell: Any) -> Any:
     """The prompt of a cell, which has messages as they are or, where a column holds text alone, as JSON.
 
     A CSV file's `[{"role": "user", "content": "1?"}]` became one user message with all of these characters.

@@ -50,8 +50,10 @@ class RecordedStep:
         """
         groups = []
         for name, siblings in itertools.groupby(self.records, key=lambda record: record.get("group")):
-            members = tuple(self._make_trajectory(record) for record in siblings)
-            groups.append(TrajectoryGroup(group_id=str(name), trajectories=members))
+            records = list(siblings)
+            members = tuple(self._make_trajectory(record) for record in records)
+            data = records[0].get("data")
+            groups.append(TrajectoryGroup(group_id=str(name), trajectories=members, data=data))
         return groups
 
     def find_changed_texts(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -14,6 +14,7 @@ from unbroken.training.metrics.mismatch import Mismatch, k3_by_lag, mismatch
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.model.routing import RoutingStats
 from unbroken.training.objective.base import LossStats, ObjectiveStats
+from unbroken.training.teachers import TeacherSums, summarize_teachers
 from unbroken.types import Logprobs
 
 
@@ -73,6 +74,8 @@ class StepStats:
     ids_by_staleness: dict[int, int]
     """Number of loss tokens for each of these numbers of versions that occurs."""
     seconds: float
+    teachers: Mapping[str, TeacherSums] = field(default_factory=dict)
+    """By name; empty without teachers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,8 @@ class ProcessStats:
     """[N] per loss token."""
     updates: tuple[UpdateStats, ...]
     """The same number in every process."""
+    teachers: Mapping[str, TeacherSums] = field(default_factory=dict)
+    """By name, the same names in every process."""
 
 
 def merge_stats(
@@ -160,6 +165,9 @@ def merge_stats(
         staleness_max=int(staleness.max()),
         ids_by_staleness=_count_values(staleness),
         seconds=seconds,
+        teachers={
+            name: reduce(add, (process.teachers[name] for process in processes)) for name in processes[0].teachers
+        },
     )
 
 
@@ -230,6 +238,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/mean_ratio": stats.mean_ratio,
         "train/k3": stats.k3,
         "train/reference_k3": stats.reference_k3,
+        **summarize_teachers(stats.teachers, num_tokens=stats.num_loss_tokens),
         "train/grad_norm": stats.grad_norm,
         "train/learning_rate": stats.learning_rate,
         "train/entropy_weight": stats.entropy_weight,

@@ -25,6 +25,7 @@ from unbroken.training.model.lanes import PADDING_ID, lay_out
 from unbroken.training.model.routing import lay_out_experts
 from unbroken.training.model.scores import KeptTokens, Targets
 from unbroken.training.model.tree import TreeInputs
+from unbroken.training.teachers import TeacherLogprobs
 from unbroken.types import BoolMask, ImageSpan, Logprobs, TrainingSample
 
 
@@ -48,6 +49,8 @@ class ScoredRow:
     old_logprobs: Logprobs
     reference_logprobs: Logprobs | None = None
     """None without a reference."""
+    teacher: TeacherLogprobs | None = None
+    """None if no teacher scores the row."""
     targets: RowTargets | None = None
     """None: the row's own ids."""
 
@@ -55,6 +58,16 @@ class ScoredRow:
     def num_loss_tokens(self) -> int:
         """Number of ids in the loss mask."""
         return int(self.sample.loss_mask.sum())
+
+    @property
+    def teacher_gaps(self) -> NDArray[np.float64]:
+        """[L] old logprob - teacher's logprob of each loss token, the estimate k1 of KL(policy || teacher)."""
+        assert self.teacher is not None, "asked for only of rows that a teacher has scored"
+        own, other = (
+            values[self.sample.loss_mask].astype(np.float64) for values in (self.old_logprobs, self.teacher.logprobs)
+        )
+        gaps: NDArray[np.float64] = own - other
+        return gaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

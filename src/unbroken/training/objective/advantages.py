@@ -115,6 +115,11 @@ def reinforce_plus_plus(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
     return [(values - everything.mean()) / everything.std() for values in checked]
 
 
+def zero_advantages(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
+    """Nothing, whatever the rewards: for a teacher alone. Raises as `check_rewards` does."""
+    return [np.zeros_like(check_rewards(rewards)) for rewards in groups]
+
+
 def reinforce_plus_plus_baseline(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
     """Reward minus its group's mean, divided by the standard deviation of these differences over the step
     (REINFORCE++-baseline, arXiv:2501.03262), the population's. Raises as `check_rewards` does.
@@ -264,6 +269,7 @@ ADVANTAGES: Mapping[str, Advantages] = {
     "reinforce_plus_plus": StepAdvantages(reinforce_plus_plus, compares_groups=True),
     "reinforce_plus_plus_baseline": StepAdvantages(reinforce_plus_plus_baseline),
     "gdpo": StepAdvantages(gdpo, of_parts=True),
+    "zero": StepAdvantages(zero_advantages, compares_groups=True),
     "turn_grpo": TurnAdvantages(turn_grpo),
     "turn_returns": TurnAdvantages(turn_returns),
 }

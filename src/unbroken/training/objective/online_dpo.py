@@ -51,7 +51,7 @@ class OnlineDpo(Objective[PreferencePair]):
         unused = TrainerConfig()
         names = ("clip", "normalization", "max_trajectory_tokens", "correction", "kl_weight", "kl", "overlong")
         others = ("truncated", "zero_variance", "failed", "failed_reward", "entropy_weight", "entropy_control")
-        for name in (*names, *others):
+        for name in (*names, *others, "teacher_weight"):
             if (value := getattr(config, name)) != getattr(unused, name):
                 raise InvalidInputError(
                     f"TrainerConfig.{name} must be left out with OnlineDpo, which does not use it, got {value!r}"

@@ -4,7 +4,8 @@
 
 The correction applies to the policy loss only. A token that it masks still counts in the weights, so masking makes an
 update smaller, and not its other tokens larger. With `KlPlace.REWARD` the distance is not in the loss: its sum over a
-trajectory is subtracted from the reward, and the advantages follow from that.
+trajectory is subtracted from the reward, and the advantages follow from that. A teacher's distance is in the advantages
+of single tokens: teacher_weight * (teacher's logprob - old logprob) is added to each (arXiv:2306.13649).
 """
 
 from __future__ import annotations
@@ -113,8 +114,13 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             )
         if isinstance(self.advantages, StepAdvantages) and self.advantages.of_parts:
             _check_parts(config)
-        if self.changes_units(config):
+        if self._has_distance_in_rewards(config):
             self._check_distance_in_rewards(config)
+        if config.teacher_weight is not None and loss.is_uniform:
+            raise InvalidInputError(
+                f"the loss {loss.name} needs one advantage for a whole trajectory, and a teacher gives one to each "
+                "token: take gspo_token"
+            )
 
     def try_functions(self, config: TrainerConfig, *, group_size: int, device: torch.device) -> None:
         """Call advantages and loss on a few numbers, the loss without any too: what it gets of a pass without rows.
@@ -174,7 +180,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
 
     def can_lack_variance(self, config: TrainerConfig) -> bool:
         """Unless there is a distance to train on, or the advantages compare groups with each other."""
-        return self.min_group_size > 1 and not self.needs_reference(config)
+        return self.min_group_size > 1 and not self.needs_reference(config) and not config.teacher_weight
 
     def has_variance(self, group: TrajectoryGroup, config: TrainerConfig) -> bool:
         """Whether the group has an advantage that is not zero, or cannot lack variance."""
@@ -182,7 +188,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
 
     def check_units(self, units: Sequence[TrainingSample | TrajectoryRows], config: TrainerConfig) -> None:
         """Raise `InvalidInputError` if the distance belongs into a reward that a unit does not have."""
-        if not self.changes_units(config):
+        if not self._has_distance_in_rewards(config):
             return
         for index, unit in enumerate(units):
             if not isinstance(unit, TrajectoryRows) or unit.reward is None:
@@ -217,7 +223,10 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         return self.changes_units(config) or as_policy_loss(self.loss).is_joint or _is_by_sequence(config)
 
     def changes_units(self, config: TrainerConfig) -> bool:
-        """Whether the distance to the reference belongs into the rewards."""
+        """Whether the distance to the reference belongs into the rewards, or that to a teacher into the advantages."""
+        return self._has_distance_in_rewards(config) or config.teacher_weight is not None
+
+    def _has_distance_in_rewards(self, config: TrainerConfig) -> bool:
         return config.kl_weight > 0 and config.kl.place is KlPlace.REWARD
 
     def _check_distance_in_rewards(self, config: TrainerConfig) -> None:
@@ -230,6 +239,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             raise InvalidInputError(
                 "TrainerConfig.failed must be drop or train with kl.place reward, got baseline: the distance of a "
                 "trajectory that is left out is not known, and its reward counts for its siblings"
+            )
+        if config.teacher_weight is not None:
+            raise InvalidInputError(
+                "TrainerConfig.kl.place must be loss with a teacher, got reward: trajectories without a reward are "
+                "trained on for their teacher, and have none to subtract from"
             )
         if isinstance(self.advantages, TurnAdvantages):
             raise InvalidInputError(
@@ -244,10 +258,13 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         config: TrainerConfig,
         processes: Processes = ALONE,
     ) -> list[list[ScoredRow]]:
-        """Subtract the distance to the reference from the rewards, and compute the advantages again.
+        """Subtract the distance to the reference from the rewards, and compute the advantages again; or that to the
+        teacher from the advantages.
 
         Only a trajectory whose siblings all sampled nothing keeps its advantage.
         """
+        if config.teacher_weight is not None:
+            return [[_subtract_teacher(row, config.teacher_weight) for row in rows] for rows in scored]
         by_group: dict[str, list[int]] = {}
         for index, unit in enumerate(units):
             assert isinstance(unit, TrajectoryRows), "check_units asks for it"
@@ -366,7 +383,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         keeps = config.zero_variance is ZeroVarianceRows.COUNT
         has_distance = config.kl_weight > 0 and config.kl.place is KlPlace.LOSS
         has_entropy = config.entropy_weight > 0 or config.entropy_control is not None
-        in_loss = has_distance or has_entropy or config.router_loss_weight > 0
+        in_loss = has_distance or has_entropy or config.router_loss_weight > 0 or bool(config.teacher_weight)
         return RowPolicy(
             keep_equal=keeps and (in_loss or config.kl_weight > 0),
             keep_unscored=keeps and in_loss,
@@ -440,6 +457,15 @@ def _subtract_distance(
     return unit.reward - config.kl_weight * distance
 
 
+def _subtract_teacher(row: ScoredRow, weight: float) -> ScoredRow:
+    """The row with the advantages minus the weighted distance to its teacher at each loss token."""
+    if row.teacher is None:
+        return row
+    advantages = row.sample.advantages.astype(np.float64)
+    advantages[row.sample.loss_mask] -= weight * row.teacher_gaps
+    return replace(row, sample=replace(row.sample, advantages=advantages.astype(np.float32)))
+
+
 def _replace_advantage(row: ScoredRow, advantage: float) -> ScoredRow:
     advantages = np.where(row.sample.loss_mask, np.float32(advantage), np.float32(0))
     return replace(row, sample=replace(row.sample, advantages=advantages))
@@ -483,5 +509,6 @@ ALGORITHMS: Mapping[str, PolicyGradient] = {
     "gspo_token": _combine("grpo", "gspo_token", LossNormalization.SEQUENCE),
     "cispo": _combine("grpo", "cispo", LossNormalization.TOKEN),
     "sapo": _combine("grpo", "sapo", LossNormalization.SEQUENCE),
+    "distillation": _combine("zero", "clipped", LossNormalization.TOKEN),
 }
 """What a name of `unbroken train --algorithm` stands for, except online DPO: advantages, a loss, a normalization."""

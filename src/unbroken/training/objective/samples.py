@@ -42,6 +42,7 @@ from unbroken.training.objective.comparison import (
     get_parts,
     place_rewards,
 )
+from unbroken.training.teachers import TeacherTask
 from unbroken.types import TrainingSample
 
 TRAINABLE = frozenset(
@@ -98,6 +99,8 @@ class TrajectoryRows:
     """The id of its group."""
     reward: float | None = None
     """What it was compared by. None: it was not compared."""
+    task: TeacherTask | None = None
+    """Who scores it; None without a teacher."""
 
 
 class RowUse(StrEnum):
@@ -191,9 +194,10 @@ def build_trajectories(
             use, reason = policy.choose_use(member.status, is_equal=is_equal)
             by_node = float(of_member) if np.ndim(of_member) == 0 else _split(member, float(reward), of_member)
             units += _make_unit(member, by_node, use, reason, counters, group=group.name, reward=float(reward))
-    for member in (each for group in groups for each in group.trajectories if each.status in UNSCORED):
+    unscored = ((each.group_id, member) for each in groups for member in keep_trainable(each, UNSCORED))
+    for name, member in unscored:
         use, reason = policy.choose_use(member.status, is_equal=False)
-        units += _make_unit(member, 0.0, use, reason, counters)
+        units += _make_unit(member, 0.0, use, reason, counters, group=name)
     return units
 
 

@@ -30,6 +30,7 @@ from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.teachers import Teachers, TeacherTask
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 
@@ -144,11 +145,12 @@ class Source(GroupSource):
         return replace(self.groups[number % len(self.groups)], group_id=str(number))
 
 
-async def logged_names(directory, *, objective, reference=None, max_staleness=0) -> set[str]:
+async def logged_names(directory, *, objective, reference=None, max_staleness=0, teachers=None) -> set[str]:
+    config = TrainerConfig(teacher_weight=None if teachers is None else 1.0)
     with MetricsWriter(directory) as metrics:
         await train(
             Source(),
-            trainer=Trainer(tiny_qwen3(), TrainerConfig(), objective=objective, reference=reference),
+            trainer=Trainer(tiny_qwen3(), config, objective=objective, reference=reference, teachers=teachers),
             publisher=Nowhere(),
             metrics=metrics,
             checkpoints=Checkpoints(directory / "checkpoints"),
@@ -163,6 +165,9 @@ async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(t
     names |= await logged_names(tmp_path / "asynchronous", objective=PolicyGradient(), max_staleness=1)
     names |= await logged_names(tmp_path / "dpo", objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
     names |= {*METRICS}  # of a judge
+    teachers = {name: tiny_qwen3(seed=1) for name in ("first", "second")}
+    chosen = Teachers(models=teachers, choose=lambda _: TeacherTask(teacher="first"))
+    names |= await logged_names(tmp_path / "teachers", objective=PolicyGradient(), teachers=chosen)
     reasons = {name for name in names if name.count("/") == 2}
     rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     listed = [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]

@@ -1,0 +1,279 @@
+"""The teachers of a run (`RunConfig.teacher`): models in this process and at servers, and which of them scores what.
+
+Nothing of a teacher is trusted: before the first step each token of the policy's tokenizer must have the same id in the
+teacher's, or the teacher would score another text than was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from unbroken.client import AsyncClient
+from unbroken.engines.http import HttpEngine
+from unbroken.errors import (
+    EngineError,
+    InvalidInputError,
+    MessagesError,
+    OutageError,
+    ServerBusyError,
+    ServerUnreachableError,
+    missing_extra,
+)
+from unbroken.exactness import fix_rotary
+from unbroken.images.processor import find_model_file
+from unbroken.messages import check_conversation
+from unbroken.progress import begin
+from unbroken.rendering.base import Renderer
+from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.rendering.loader import load_tokenizer
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.config import ModelSettings, Precision, RunConfig, TeacherConfig, is_address, read_key
+from unbroken.runs.models import load_model, load_model_renderer, locate
+from unbroken.runs.prompts.dataset import read_prompt
+from unbroken.training.model.pretrained import ADAPTER_CONFIG
+from unbroken.training.teachers import Teachers, TeacherTask
+from unbroken.types import Logprobs, ScoredSequence, TokenIds, TrainingSample, token_ids
+from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
+
+_logger = logging.getLogger(__name__)
+_NUM_AT_ONCE = 32
+"""Rows that a server is asked for at the same time."""
+_ASK_EVERY_S = 2.0
+_NUM_COMPARED = 1000
+"""Tokens whose texts are sent to a server together, to compare the ids that it makes of them."""
+
+
+async def open_teachers(
+    stack: AsyncExitStack, config: RunConfig, source: str | Path, *, context_length: int, takes_images: bool = False
+) -> Teachers | None:
+    """Load the teachers of a run whose policy is `source`, or connect to them until the stack is closed; None without.
+
+    `context_length` is that of the engine, which the policy's rotary factors are fixed for too.
+
+    Raises:
+        InvalidInputError: there is no such model, it has another tokenizer, or it is an adapter of another model.
+        EngineError: a server does not answer, or cannot score at the run's temperature.
+    """
+    if config.teacher is None:
+        return None
+    if takes_images:
+        raise InvalidInputError("images must be false with a teacher, whose image processor may be another one")
+    tokenizer = load_tokenizer(str(source))
+    models: dict[str, Any] = {}
+    for name, model in zip(config.teacher.names, config.teacher.models, strict=True):
+        begin(f"opening the teacher {name}")
+        if is_address(model):
+            served = await asyncio.to_thread(partial(_ServedTeacher.open, model, config, tokenizer))
+            stack.push_async_callback(asyncio.to_thread, served.close)
+            models[name] = served
+        else:
+            models[name] = _load(str(model), config, source, tokenizer)
+            fix_rotary(models[name], context_length)
+    if config.teacher.column is None and config.teacher.prompt is None:
+        return Teachers(models=models)
+    render = _make_render(config, source) if config.teacher.prompt is not None else None
+    return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), render))
+
+
+def _load(model: str, config: RunConfig, source: str | Path, tokenizer: Any) -> Any:
+    """Load a teacher, in the type that layers are computed in, into which they are rounded in each product anyway."""
+    settings = ModelSettings(
+        attn_implementation=config.model_settings.attn_implementation,
+        dtype=Precision.BFLOAT16 if config.precision is Precision.BFLOAT16 else Precision.FLOAT32,
+    )
+    parallel = config.trainer.parallel
+    load = partial(load_model, settings=settings, parallel=parallel, is_bfloat16=config.precision is Precision.BFLOAT16)
+    try:
+        adapter = find_model_file(model, ADAPTER_CONFIG)
+    except OSError:
+        adapter = None  # `load_model` has the error
+    if adapter is None:
+        _check_tokenizer(model, tokenizer)
+        return load(model)
+    if parallel.is_sharded:
+        raise InvalidInputError(
+            f"trainer.parallel must be left out with the adapter {model} as a teacher: an adapter is not merged into "
+            "parts of a model. Give a merged model (unbroken export)"
+        )
+    _check_base(adapter, source)
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "an adapter as a teacher needs the lora extra", "lora") from error
+    return PeftModel.from_pretrained(load(source), str(adapter.parent)).merge_and_unload()
+
+
+def _check_base(adapter: Path, source: str | Path) -> None:
+    """Raise `InvalidInputError` unless an adapter is one of the policy's first model."""
+    try:
+        base = dict(read_json_file(adapter, max_bytes=MAX_FACTS_BYTES)).get("base_model_name_or_path")
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidInputError(f"teacher.models must be models or adapters, got {adapter}: {error}") from None
+    if base is None or locate(str(base)) != locate(source):
+        raise InvalidInputError(
+            f"teacher.models must be models, or adapters of the policy's model {str(source)!r}, and "
+            f"base_model_name_or_path in {adapter} is {base!r}: if that model has moved, change it there"
+        )
+
+
+def _check_tokenizer(model: str, tokenizer: Any) -> None:
+    """Raise `InvalidInputError` unless each token of the policy's tokenizer has the same id in that of the model."""
+    other = load_tokenizer(model).get_vocab()
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda each: each[1]):
+        if other.get(token) != token_id:
+            found = "no id" if token not in other else f"the id {other[token]}"
+            raise InvalidInputError(
+                f"teacher.models must have the policy's tokenizer, and {model!r} has {found} for the token {token!r}, "
+                f"which is {token_id} in the policy's: it would score another text. Take a teacher of the same family"
+            )
+
+
+def _make_render(config: RunConfig, source: str | Path) -> Callable[[Any], TokenIds]:
+    """From the cell of a column to ids of a prompt, as the policy's prompts are rendered."""
+    renderer: Renderer = load_model_renderer(source, config.renderer, config.rollouts.sampling)
+
+    def render(cell: Any) -> TokenIds:
+        prompt = read_prompt(cell)
+        if not isinstance(prompt, (str, list)):
+            raise MessagesError(f"a cell of the column of teacher.prompt must be text or messages, got {prompt!r}")
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        check_conversation(messages)
+        return renderer.render(messages).token_ids
+
+    return render
+
+
+def _choose(
+    config: TeacherConfig, names: Sequence[str], render: Callable[[Any], TokenIds] | None, group: TrajectoryGroup
+) -> TeacherTask | None:
+    """Who scores the trajectories of a group, by its row of the data set.
+
+    Raises `InvalidInputError` if the row has no such column, or a cell is no prompt.
+    """
+    columns = _find_columns(config, group)
+    teacher = names[0] if config.column is None else columns[config.column]
+    if teacher is None:
+        return None
+    cell = None if config.prompt is None else columns[config.prompt]
+    if cell is None or render is None:
+        return TeacherTask(teacher=teacher)
+    if any(each.tools for each in group.trajectories):
+        raise InvalidInputError("teacher.prompt must be left out with tools: the teacher's prompt would not show them")
+    return TeacherTask(teacher=teacher, prompt_ids=render(cell))
+
+
+def _find_columns(config: TeacherConfig, group: TrajectoryGroup) -> Mapping[str, Any]:
+    """The columns of a group's row, among them those that the teacher needs."""
+    columns: Mapping[str, Any] = (group.data or {}).get("columns") or {}
+    for field, name in (("column", config.column), ("prompt", config.prompt)):
+        if name is not None and name not in columns:
+            raise InvalidInputError(
+                f"teacher.{field} must be a column of the data set, and the row of group {group.group_id} has "
+                f"{', '.join(columns) or 'none'}, got {name!r}"
+            )
+    return columns
+
+
+class _ServedTeacher:
+    """A teacher at a server, with blocking calls, on an event loop in a thread of its own."""
+
+    def __init__(
+        self, url: str, engine: HttpEngine, portal: BlockingPortal, close: Callable[[], None], wait_s: float
+    ) -> None:
+        self.vocab_size = engine.vocab_size
+        self.max_ids: int | None = engine.context_length
+        self.close = close
+        self._url = url
+        self._engine = engine
+        self._portal = portal
+        self._wait_s = wait_s
+
+    @classmethod
+    def open(cls, url: str, config: RunConfig, tokenizer: Any) -> _ServedTeacher:
+        """Connect to a server, and compare its tokenizer; raises as `open_teachers`."""
+        assert config.teacher is not None, "it has the server"
+        key = read_key(config.teacher.api_key_file, field="teacher.api_key_file")
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            connect = partial(HttpEngine.connect, api_key=key, wait_s=config.engine.wait_s, vocab_size=len(tokenizer))
+            engine = portal.call(connect, [url])
+            stack.callback(portal.call, engine.close)
+            portal.call(_compare_tokenizer, url, key, tokenizer, engine.context_length)
+            # Of stock vLLM only temperature 1 has logprobs of a prompt: said before the first step.
+            temperature = config.rollouts.sampling.temperature
+            portal.call(partial(engine.score, token_ids(range(2)), temperature=temperature or 1.0))
+            return cls(url, engine, portal, stack.pop_all().close, config.loop.outages.wait_s)
+
+    def score(self, rows: Sequence[TrainingSample]) -> list[Logprobs]:
+        """See `RowScorer`. A server that does not answer is waited for.
+
+        Raises:
+            OutageError: it did not answer for `loop.outages.wait_s`.
+            EngineError: it refuses a row.
+        """
+        return self._portal.call(self._score_all, rows)
+
+    async def _score_all(self, rows: Sequence[TrainingSample]) -> list[Logprobs]:
+        limit = asyncio.Semaphore(_NUM_AT_ONCE)
+
+        async def score(row: TrainingSample) -> Logprobs:
+            async with limit:
+                return await self._score(row)
+
+        return list(await asyncio.gather(*map(score, rows)))
+
+    async def _score(self, row: TrainingSample) -> Logprobs:
+        deadline_s, has_said = time.monotonic() + self._wait_s, False
+        while True:
+            try:
+                return self._read(row, await self._engine.score(row.token_ids, temperature=row.temperature))
+            except (ServerUnreachableError, ServerBusyError) as error:
+                if time.monotonic() >= deadline_s:
+                    raise OutageError(
+                        f"the teacher at {self._url} did not score a row for {self._wait_s:g} s (loop.outages.wait_s): "
+                        f"{error}. Start it again; the same command continues the run from its last checkpoint"
+                    ) from error
+                if not has_said:
+                    _logger.warning("waiting up to %g s for the teacher at %s: %s", self._wait_s, self._url, error)
+                has_said = True
+                await asyncio.sleep(_ASK_EVERY_S)
+
+    def _read(self, row: TrainingSample, scored: ScoredSequence) -> Logprobs:
+        logprobs = np.concatenate([np.full(1, np.nan, np.float32), np.asarray(scored.logprobs, dtype=np.float32)])
+        if len(logprobs) != len(row.token_ids):
+            raise EngineError(
+                f"the teacher at {self._url} gave {len(logprobs) - 1} logprobs for {len(row.token_ids)} ids: it must "
+                "give one for each after the first"
+            )
+        return np.where(row.sampled_mask, logprobs, np.float32(np.nan))
+
+
+async def _compare_tokenizer(url: str, api_key: str | None, tokenizer: Any, context_length: int) -> None:
+    """Raise `InvalidInputError` unless a server makes the policy's ids of the texts of all of the policy's tokens."""
+    codec = TextCodec(tokenizer)
+    texts = [codec.decode([token_id]) for token_id in sorted(tokenizer.get_vocab().values())]
+    size = max(1, min(_NUM_COMPARED, context_length // 8))  # the texts of some tokens become several
+    async with AsyncClient(url, api_key=api_key) as client:
+        for start in range(0, len(texts), size):
+            text = " ".join(texts[start : start + size])
+            own, other = (
+                codec.encode(text, add_special_tokens=False),
+                await client.tokenize(text, add_special_tokens=False),
+            )
+            if not np.array_equal(own, other):
+                place = next((k for k, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), -1)
+                raise InvalidInputError(
+                    f"teacher.models must have the policy's tokenizer, and the one at {url} has the id {other[place]} "
+                    f"for {codec.decode([own[place]])!r}, which is {own[place]} in the policy's: it would score "
+                    "another text. Serve a model of the same family"
+                )

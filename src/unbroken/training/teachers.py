@@ -1,0 +1,190 @@
+"""Teachers: other models, which score the ids that the policy has sampled (docs/teachers.md).
+
+A teacher sees a row's own ids, or another prompt before the same completion. Worked example, a row that trains 7 8:
+
+    row of the policy       token_ids 1 2 3 7 8      sampled_mask - - - x x
+    prompt of the teacher   9 1 2 3                  the problem, after a hint
+    row of the teacher      token_ids 9 1 2 3 7 8    sampled_mask - - - - x x    its logprobs of 7 8 are the row's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvalidInputError, TrainingError
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.sums import Sums
+from unbroken.types import NO_VERSION, Logprobs, TokenIds, TrainingSample
+
+
+@runtime_checkable
+class RowScorer(Protocol):
+    """A teacher that is elsewhere, such as at a server."""
+
+    vocab_size: int
+    """Number of ids that it has embeddings for."""
+    max_ids: int | None
+    """The longest row that it takes; None if there is no such bound."""
+
+    def score(self, rows: Sequence[TrainingSample]) -> list[Logprobs]:
+        """One array [T] per row: the logprob of each sampled id at the row's temperature, NaN elsewhere. Blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTask:
+    """Who scores a trajectory, and in which context."""
+
+    teacher: str
+    """Its name."""
+    prompt_ids: TokenIds | None = None
+    """What the teacher sees in the place of the prompt; None: the prompt itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLogprobs:
+    """What a teacher says of a row."""
+
+    teacher: str
+    """Its name."""
+    logprobs: Logprobs
+    """[T], NaN where the id was not sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teachers:
+    """The teachers of a trainer, which takes over those that are models."""
+
+    models: Mapping[str, Any]
+    """By name: models of transformers, which are frozen, and `RowScorer`s."""
+    choose: Callable[[TrajectoryGroup], TeacherTask | None] | None = None
+    """Who scores the trajectories of a group; None for nobody. Without it the only teacher scores all rows."""
+
+    def __post_init__(self) -> None:
+        if not self.models or (self.choose is None and len(self.models) > 1):
+            raise InvalidInputError(
+                f"Teachers.models must hold exactly one teacher without `choose`, got {sorted(self.models)}"
+            )
+
+    @property
+    def default_task(self) -> TeacherTask | None:
+        """What is done with rows of no group; None: nobody scores them."""
+        return TeacherTask(teacher=next(iter(self.models))) if self.choose is None else None
+
+    def find_task(self, group: TrajectoryGroup) -> TeacherTask | None:
+        """Who scores the trajectories of a group; raises `InvalidInputError` if there is no such teacher."""
+        if self.choose is None:
+            return self.default_task
+        task = self.choose(group)
+        if task is not None and task.teacher not in self.models:
+            raise InvalidInputError(
+                f"group {group.group_id} must have one of the teachers {', '.join(self.models)}, got {task.teacher!r}"
+            )
+        return task
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSums(Sums):
+    """Sums over the loss tokens that one teacher has scored."""
+
+    num_tokens: int = 0
+    kl_sum: float = 0.0
+    """Of logprob - teacher's logprob, by the old logprobs."""
+    num_worse: int = 0
+    """Tokens that the teacher finds less likely than the policy does."""
+
+    @classmethod
+    def of(cls, gaps: Iterable[NDArray[np.float64]]) -> TeacherSums:
+        """Of rows, by logprob - teacher's logprob at each of their loss tokens."""
+        gaps_N = np.concatenate([np.zeros(0), *gaps])
+        return cls(len(gaps_N), float(gaps_N.sum()), int((gaps_N > 0).sum()))
+
+
+def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
+    """The row as its teacher sees it.
+
+    Raises:
+        InvalidInputError: the row has another prompt, and is not a prompt and one completion: what stands between two
+            turns was rendered after the policy's prompt, not the teacher's. Or it has images.
+    """
+    if task.prompt_ids is None:
+        return row
+    start = int(row.sampled_mask.argmax())
+    if not row.sampled_mask[start:].all():
+        raise InvalidInputError(
+            f"a teacher with its own prompt must have rows of one turn, got one with ids between its "
+            f"{len(row.token_ids) - start} ids from the first sampled one on: leave teacher.prompt out, or take a task "
+            "of one turn"
+        )
+    if row.images or row.kept_ids is not None:
+        what = "images" if row.images else "kept_ids"
+        raise InvalidInputError(f"a teacher with its own prompt must have rows without {what}, and one has some")
+    length = len(task.prompt_ids)
+
+    def move(values: NDArray[Any], given: float) -> NDArray[Any]:
+        return np.concatenate([np.full(length, given, dtype=values.dtype), values[start:]])
+
+    return replace(
+        row,
+        token_ids=np.concatenate([task.prompt_ids, row.token_ids[start:]]),
+        sampled_mask=move(row.sampled_mask, False),
+        loss_mask=move(row.loss_mask, False),
+        rollout_logprobs=move(row.rollout_logprobs, np.nan),
+        policy_versions=move(row.policy_versions, NO_VERSION),
+        advantages=move(row.advantages, 0),
+        routed_experts=None,
+    )
+
+
+def check_teacher_rows(name: str, rows: Sequence[TrainingSample], *, vocab_size: int, max_ids: int | None) -> None:
+    """Raise `InvalidInputError` if a teacher has no embedding for an id, or no place for a row."""
+    for row in rows:
+        if (largest := int(row.token_ids.max())) >= vocab_size:
+            raise InvalidInputError(
+                f"teacher {name!r} must have an embedding for each id of a row, got id {largest}, and its vocabulary "
+                f"ends at {vocab_size - 1}: it is of another tokenizer, or has no embeddings for ids of padding"
+            )
+        if max_ids is not None and len(row.token_ids) > max_ids:
+            raise InvalidInputError(
+                f"teacher {name!r} must have room for each row, got one of {len(row.token_ids)} ids, and its context "
+                f"is {max_ids}: lower rollouts.sampling.max_tokens or rollouts.limits.max_tokens"
+            )
+
+
+def attach_scores(row: TrainingSample, task: TeacherTask, scored: Logprobs) -> TeacherLogprobs:
+    """A teacher's logprobs of its own row, at the places of the policy's.
+
+    Raises `TrainingError` if one of a sampled id is not finite: the distance would be infinite.
+    """
+    num_shared = len(row.token_ids) - int(row.sampled_mask.argmax())
+    logprobs = np.full(len(row.token_ids), np.nan, dtype=np.float32)
+    logprobs[-num_shared:] = scored[-num_shared:]
+    if not np.isfinite(logprobs[row.sampled_mask]).all():
+        place = int(np.flatnonzero(row.sampled_mask & ~np.isfinite(logprobs))[0])
+        raise TrainingError(
+            f"teacher {task.teacher!r} gives id {row.token_ids[place]} at position {place} of {len(row.token_ids)} the "
+            f"logprob {logprobs[place]}: the distance to it is infinite, and no update is made"
+        )
+    return TeacherLogprobs(teacher=task.teacher, logprobs=logprobs)
+
+
+def summarize_teachers(sums: Mapping[str, TeacherSums], *, num_tokens: int) -> dict[str, float | None]:
+    """The metrics of a step with `num_tokens` loss tokens; with several teachers also of each, without any none."""
+    if not sums:
+        return {}
+    whole = sum(sums.values(), TeacherSums())
+    found: dict[str, float | None] = {
+        "teacher/kl": whole.kl_sum / whole.num_tokens if whole.num_tokens else None,
+        "teacher/worse_share": whole.num_worse / whole.num_tokens if whole.num_tokens else None,
+        "teacher/token_share": whole.num_tokens / num_tokens,
+    }
+    if len(sums) > 1:
+        for name, each in sums.items():
+            found[f"teacher/kl/{name}"] = each.kl_sum / each.num_tokens if each.num_tokens else None
+            found[f"teacher/token_share/{name}"] = each.num_tokens / num_tokens
+    return found

@@ -1,0 +1,174 @@
+"""Teachers: whole updates against the formula in float64, and what they may not be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.gradients import SUBTRACT_GRADIENT
+from support.models import tiny_qwen3
+from support.rows import group, random_rows, row, trajectory
+from support.slow_logprobs import slow_logprobs
+from unbroken.counters import Counters
+from unbroken.errors import InvalidInputError, TrainingError
+from unbroken.training.config import OldLogprobs, Packing, TrainerConfig
+from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.objective.online_dpo import OnlineDpo
+from unbroken.training.objective.policy_gradient import ALGORITHMS
+from unbroken.training.objective.samples import TrajectoryRows
+from unbroken.training.teachers import Teachers, TeacherTask
+from unbroken.training.trainer import Trainer
+from unbroken.types import Numerics, TrainingSample, token_ids
+
+
+def make_trainer(teachers: Teachers, *, algorithm: str = "grpo", weight: float = 1.0, **changes: Any) -> Trainer:
+    config = TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=30, teacher_weight=weight, **changes)
+    return Trainer(tiny_qwen3(), config, objective=ALGORITHMS[algorithm], teachers=teachers)
+
+
+def sampled_rows(num_rows: int = 5, **changes: Any) -> list[TrainingSample]:
+    """Rows as the trainer's own weights would have sampled them."""
+    rows = [replace(each, **changes) for each in random_rows(np.random.default_rng(3), num_rows)]
+    logprobs = Trainer(tiny_qwen3(), TrainerConfig(numerics=Numerics.EXACT)).logprobs(rows)
+    return [replace(each, rollout_logprobs=values) for each, values in zip(rows, logprobs, strict=True)]
+
+
+def in_float64(rows: Sequence[TrainingSample]) -> list[torch.Tensor]:
+    return [torch.from_numpy(each.rollout_logprobs[each.loss_mask].astype(np.float64)) for each in rows]
+
+
+@pytest.mark.parametrize("old_logprobs", OldLogprobs)
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_an_update_is_that_of_the_reverse_divergence_at_each_token(old_logprobs, weight):
+    rows, teacher, slow = random_rows(np.random.default_rng(5), 6), tiny_qwen3(seed=1), tiny_qwen3()
+    logprobs, wanted = slow_logprobs(slow, rows), [each.detach() for each in slow_logprobs(teacher, rows)]
+    is_own = old_logprobs is OldLogprobs.RECOMPUTE
+    old = [each.detach() for each in logprobs] if is_own else in_float64(rows)
+    num_tokens = sum(map(len, logprobs))
+    loss = torch.zeros((), dtype=torch.float64)
+    for each, own, before, other in zip(rows, logprobs, old, wanted, strict=True):
+        advantages = torch.from_numpy(each.advantages[each.loss_mask]).double() - weight * (before - other)
+        ratio = (own - before).exp()
+        loss = loss - torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).sum() / num_tokens
+    loss.backward()
+    trainer = make_trainer(Teachers(models={"teacher": teacher}), weight=weight, old_logprobs=old_logprobs)
+    before_step = {name: tensor.double().clone() for name, tensor in trainer.named_weights()}
+    stats = trainer.step(rows)
+    assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-4)
+    gaps = torch.cat(old) - torch.cat(wanted)
+    metrics = step_metrics(stats)
+    assert metrics["teacher/kl"] == pytest.approx(float(gaps.mean()), rel=1e-5)
+    assert metrics["teacher/worse_share"] == pytest.approx(float((gaps > 0).double().mean()))
+    assert metrics["teacher/token_share"] == 1
+    largest = max(float(parameter.grad.abs().max()) for parameter in slow.parameters())
+    for name, tensor in trainer.named_weights():
+        moved = before_step[name] - tensor.double()
+        assert float((moved - slow.get_parameter(name).grad).abs().max()) < 2e-4 * largest, name
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_policy_itself_is_at_no_distance_from_itself_with_exact_numerics(temperature):
+    teachers = Teachers(models={"teacher": tiny_qwen3()})
+    trainer = make_trainer(teachers, numerics=Numerics.EXACT)
+    rows = sampled_rows(temperature=temperature)
+    logprobs = trainer.logprobs(rows)
+    rows = [replace(each, rollout_logprobs=values) for each, values in zip(rows, logprobs, strict=True)]
+    metrics = step_metrics(trainer.step(rows))
+    assert metrics["teacher/kl"] == metrics["teacher/worse_share"] == 0
+
+
+@pytest.mark.parametrize("packing", [Packing.NEVER, Packing.ONE_LANE])
+def test_with_fast_numerics_it_is_at_the_distance_of_rounding_however_rows_are_packed(packing):
+    rows = sampled_rows()
+    metrics = step_metrics(make_trainer(Teachers(models={"teacher": tiny_qwen3()}), packing=packing).step(rows))
+    assert abs(metrics["teacher/kl"]) < 1e-6
+
+
+def test_without_weight_the_distance_is_only_measured():
+    rows = random_rows(np.random.default_rng(5), 6)
+    trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}), weight=0.0)
+    alone = Trainer(tiny_qwen3(), TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=30))
+    assert step_metrics(trainer.step(rows))["teacher/kl"] != 0
+    alone.step(rows)
+    assert all(map(torch.equal, *([tensor for _, tensor in each.named_weights()] for each in (trainer, alone))))
+
+
+def test_a_teacher_with_its_own_prompt_scores_the_same_completion_after_it():
+    teacher, sample = tiny_qwen3(seed=1), row([1, 2, 3, 7, 8], sampled=[3, 4])
+    (expected,) = slow_logprobs(teacher, [row([9, 1, 2, 3, 4, 7, 8], sampled=[5, 6])])
+    task = TeacherTask(teacher="teacher", prompt_ids=token_ids([9, 1, 2, 3, 4]))
+    trainer = make_trainer(Teachers(models={"teacher": teacher}), weight=0.5)
+    (scored,) = trainer._score_units([TrajectoryRows(rows=(sample,), task=task)])[0]
+    found = scored.sample.advantages[scored.sample.loss_mask]
+    assert found == pytest.approx(1.0 - 0.5 * (-4.0 - expected.detach().numpy()), rel=1e-5)
+    assert scored.sample.token_ids.tolist() == [1, 2, 3, 7, 8]
+
+
+async def test_a_group_chooses_its_teacher_or_none():
+    models = {"first": tiny_qwen3(seed=1), "second": tiny_qwen3(seed=2)}
+    groups = [replace(group(trajectory(1.0), trajectory(0.0)), group_id=name) for name in ("first", "second", "none")]
+    tasks = {name: TeacherTask(teacher=name) for name in models}
+    trainer = make_trainer(Teachers(models=models, choose=lambda group: tasks.get(group.group_id)))
+    units = await trainer.make_units(groups, Counters())
+    scored = [row for of_unit in trainer._score_units(units) for row in of_unit]
+    assert [each.teacher and each.teacher.teacher for each in scored] == ["first"] * 2 + ["second"] * 2 + [None] * 2
+    for name, part in (("first", scored[:2]), ("second", scored[2:4])):
+        (expected,) = slow_logprobs(tiny_qwen3(seed={"first": 1, "second": 2}[name]), [part[0].sample])
+        assert part[0].teacher.logprobs[part[0].sample.loss_mask] == pytest.approx(expected.detach().numpy(), rel=1e-5)
+    metrics = step_metrics(trainer.step(units))
+    assert metrics["teacher/token_share"] == pytest.approx(2 / 3)
+    assert metrics["teacher/token_share/first"] == pytest.approx(1 / 3)
+    assert metrics["teacher/kl"] == pytest.approx((metrics["teacher/kl/first"] + metrics["teacher/kl/second"]) / 2)
+
+
+async def test_a_teacher_alone_trains_on_groups_of_equal_rewards_and_without_any():
+    trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}), algorithm="distillation")
+    units = await trainer.make_units([group(trajectory(1.0))], counters := Counters())
+    assert counters.total("dropped_rows") == 0
+    (unit,) = units
+    assert not unit.rows[0].advantages.any()
+    assert not trainer.can_lack_variance
+
+
+def test_a_teacher_is_refused_where_it_could_not_be_exact():
+    teacher = Teachers(models={"teacher": tiny_qwen3(seed=1)})
+    with pytest.raises(InvalidInputError, match="take gspo_token"):
+        make_trainer(teacher, algorithm="gspo")
+    with pytest.raises(InvalidInputError, match=r"exactly with TrainerConfig\.teacher_weight"):
+        Trainer(tiny_qwen3(), TrainerConfig(), teachers=teacher)
+    with pytest.raises(InvalidInputError, match="teacher_weight must be left out with OnlineDpo"):
+        OnlineDpo().check_config(TrainerConfig(teacher_weight=1.0))
+    model = tiny_qwen3()
+    with pytest.raises(InvalidInputError, match="a teacher must be a copy"):
+        Trainer(model, TrainerConfig(teacher_weight=1.0), teachers=Teachers(models={"teacher": model}))
+    small = make_trainer(Teachers(models={"teacher": tiny_qwen3(vocab_size=32)}))
+    with pytest.raises(
+        InvalidInputError, match="teacher 'teacher' must have an embedding for each id of a row, got id 40"
+    ):
+        small.step([row([1, 40, 3], sampled=[2])])
+    two_turns = TrajectoryRows(
+        rows=(row([1, 2, 3, 4], sampled=[1, 3]),), task=TeacherTask(teacher="teacher", prompt_ids=token_ids([5]))
+    )
+    with pytest.raises(InvalidInputError, match="must have rows of one turn"):
+        make_trainer(teacher).step([two_turns])
+
+
+class FarTeacher:
+    vocab_size, max_ids = 64, 4
+
+    def score(self, rows):
+        return [np.where(each.sampled_mask, -np.inf, np.nan).astype(np.float32) for each in rows]
+
+
+def test_a_teacher_elsewhere_is_asked_too_and_an_infinite_distance_makes_no_update():
+    trainer = make_trainer(Teachers(models={"far": FarTeacher()}))
+    with pytest.raises(TrainingError, match="gives id 3 at position 2 of 3 the logprob -inf"):
+        trainer.step([row([1, 2, 3], sampled=[2])])
+    with pytest.raises(InvalidInputError, match="must have room for each row, got one of 5 ids, and its context is 4"):
+        trainer.step([row([1, 2, 3, 4, 5], sampled=[2])])
+    assert trainer.policy_version == 0
