@@ -73,7 +73,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class _Planned:
     """A turn with its numbers: the commit for the store, and what memory holds besides."""
 
     commit: TurnCommit
@@ -122,7 +122,7 @@ class SessionState:
         self._last_tools = None if spelled is None else (spelled, key)
         return key
 
-    def plan(self, session_id: str, answered: Answered, *, created_s: float) -> Planned:
+    def plan(self, session_id: str, answered: Answered, *, created_s: float) -> _Planned:
         """Give a turn its numbers. Nothing else may be planned until this is applied or given up."""
         match, prompt, tools_key = answered.match, answered.prompt, answered.settings.tools
         parsed = answered.reply.parsed
@@ -166,11 +166,11 @@ class SessionState:
                 {} if answered.conversation is None else {answered.conversation: {"answer_id": answered.answer_id}}
             ),
         )
-        return Planned(
+        return _Planned(
             commit=commit, messages=messages, given=given, parsed=parsed, prompt=prompt, settings=answered.settings
         )
 
-    def apply(self, planned: Planned) -> None:
+    def apply(self, planned: _Planned) -> None:
         """Record a planned turn, which is on disk."""
         (turn,) = planned.commit.turns
         self.tools.update(planned.commit.tools)

@@ -47,7 +47,7 @@ class MessageImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedImages:
+class _PlacedImages:
     """Encoded text with its images expanded."""
 
     token_ids: TokenIds
@@ -79,7 +79,7 @@ def load_images(
 
 def place_images(
     ids: TokenIds, message_indices: TokenIds, images: Sequence[MessageImage], inputs: ImageInputs | None
-) -> PlacedImages:
+) -> _PlacedImages:
     """Expand each placeholder in `ids` [T'] to the ids of its image.
 
     Raises:
@@ -87,13 +87,13 @@ def place_images(
         ImageError: the processor refuses an image or the settings.
     """
     if inputs is None:
-        return PlacedImages(token_ids=freeze(ids), message_indices=message_indices, images=())
+        return _PlacedImages(token_ids=freeze(ids), message_indices=message_indices, images=())
     processor, settings = inputs.processor, inputs.settings
     positions = np.flatnonzero(ids == processor.placeholder_id).tolist()
     if len(positions) != len(images):
         raise PlaceholderError(f"the chat template writes {len(positions)} image placeholders for {len(images)} images")
     if not images:
-        return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
+        return _PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
     _check_places(positions, message_indices, images)
     expanded = [processor.expand(image.image, settings, name=image.place) for image in images]
     lengths = np.ones(len(ids), dtype=np.int64)
@@ -108,7 +108,7 @@ def place_images(
         placeholder_id=processor.placeholder_id,
         settings=settings,
     )
-    return PlacedImages(token_ids=placed, message_indices=np.repeat(owners, lengths), images=spans)
+    return _PlacedImages(token_ids=placed, message_indices=np.repeat(owners, lengths), images=spans)
 
 
 def replace_images_by_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:

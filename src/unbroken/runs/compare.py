@@ -30,7 +30,7 @@ _OF_SCORED_ROW = ("trainer_logprobs",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunComparison:
+class _RunComparison:
     """How far two runs are the same."""
 
     num_equal: int
@@ -41,7 +41,7 @@ class RunComparison:
     """What differs first; None if all steps are equal."""
 
 
-def compare_runs(folder: Path, other: Path) -> RunComparison:
+def compare_runs(folder: Path, other: Path) -> _RunComparison:
     """Compare two runs; raises `InvalidInputError` if a folder is no run's, or a file of it is damaged."""
     folders = folder, other
     settings = tuple(_compare_settings(*(read_recipe(each).settings for each in folders)))
@@ -58,9 +58,9 @@ def compare_runs(folder: Path, other: Path) -> RunComparison:
         paths = [found.get((step, rank)) for found in files]
         lines = [found.get(step, {}) for found in metrics]
         if (difference := _compare_step(step, paths, lines, folders)) is not None:
-            return RunComparison(num_equal=len(equal - {step}), settings=settings, difference=difference)
+            return _RunComparison(num_equal=len(equal - {step}), settings=settings, difference=difference)
         equal.add(step)
-    return RunComparison(num_equal=len(equal), settings=settings, difference=None)
+    return _RunComparison(num_equal=len(equal), settings=settings, difference=None)
 
 
 def _compare_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _compare_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> Itera
             yield f"{name} is {own.get(name)!r} and {other.get(name)!r}"
 
 
-def format_comparison(found: RunComparison, folder: Path, other: Path) -> str:
+def format_comparison(found: _RunComparison, folder: Path, other: Path) -> str:
     """The report of a comparison."""
     lines = [f"{folder} and {other}: {found.num_equal} steps are equal from the first on"]
     lines += [f"  setting: {each}" for each in found.settings]

@@ -78,7 +78,7 @@ async def run(
     sets: Sequence[EvaluationSet],
     accelerator: Accelerator | None,
     curriculum: MakeCurriculum | None,
-) -> tuple[OpenRun, tuple[Trajectory, ...]]:
+) -> tuple[_OpenRun, tuple[Trajectory, ...]]:
     """Make a run, as `train_model` says; returns it, closed, with this process's rollouts of the last evaluation."""
     if curriculum is None and config.curriculum is not None:
         curriculum = load_function(config.curriculum, field="curriculum")
@@ -141,7 +141,7 @@ async def check_without_training(
         await _look_before(replace(config, output=output), opened, check, console)
 
 
-async def _look_before(config: RunConfig, run: OpenRun, check: PolicyCheck, console: Console) -> None:
+async def _look_before(config: RunConfig, run: _OpenRun, check: PolicyCheck, console: Console) -> None:
     """Compare the policies of engine and trainer; then make the preflight of a command, in its first process, for which
     the others wait. Other scripts have none.
     """
@@ -184,7 +184,7 @@ def check_device(kind: EngineKind, accelerator: Accelerator) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRun:
+class _OpenRun:
     """What a run samples and trains with."""
 
     source: str
@@ -206,7 +206,7 @@ async def open_run(
     train_on: Problems,
     evaluate_on: Sequence[Problems],
     accelerator: Accelerator,
-) -> AsyncIterator[OpenRun]:
+) -> AsyncIterator[_OpenRun]:
     """Load `model`, open its engine, and a gateway if problems have agents; make the sampler and the trainer.
 
     Engine and gateway are closed when the block ends.
@@ -251,7 +251,7 @@ async def open_run(
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
         own = {"accelerator": accelerator, "images": processor, "reference": reference}
         trainer = Trainer(policy, _choose_training(config, engine, policy), objective=config.objective, **own)
-        yield OpenRun(
+        yield _OpenRun(
             source=locate(model),
             rank=rank,
             engine=engine,
@@ -341,7 +341,7 @@ class _Training:
 
 @asynccontextmanager
 async def _open_training(
-    config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
+    config: RunConfig, run: _OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
 ) -> AsyncIterator[_Training]:
     """Prepare the output, and open what training writes and evaluates with, until the block ends."""
     output, trainer = config.output, run.trainer
@@ -416,7 +416,7 @@ class _Records:
     profiler: StepProfiler
 
 
-def _open_records(stack: ExitStack | AsyncExitStack, config: RunConfig, run: OpenRun) -> _Records:
+def _open_records(stack: ExitStack | AsyncExitStack, config: RunConfig, run: _OpenRun) -> _Records:
     """Open them until the stack is closed."""
     output, is_first = config.output, run.trainer.is_main_process
     metrics = None
@@ -445,7 +445,7 @@ def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
 
 def _make_observer(
     config: RunConfig,
-    run: OpenRun,
+    run: _OpenRun,
     records: _Records,
     check: PolicyCheck,
     models: KeptModels,

@@ -99,7 +99,7 @@ class TrajectoryRows:
     """What it was compared by. None: it was not compared."""
 
 
-class RowUse(StrEnum):
+class _RowUse(StrEnum):
     """What becomes of the rows of one trajectory."""
 
     TRAIN = "train"
@@ -133,19 +133,19 @@ class RowPolicy:
         )
         return replace(group, trajectories=tuple(members))
 
-    def choose_use(self, status: TrajectoryStatus, *, is_equal: bool) -> tuple[RowUse, DropReason | TrajectoryStatus]:
+    def choose_use(self, status: TrajectoryStatus, *, is_equal: bool) -> tuple[_RowUse, DropReason | TrajectoryStatus]:
         """The use of a trajectory's rows, and the reason that it is counted under if it has none to train.
 
         `is_equal` says whether all advantages of its group are zero. The first rule that applies holds.
         """
         rules = (
-            (status in CUT_BY_LENGTH and self.truncated is TruncatedRows.MASK, RowUse.EMPTY, DropReason.MASKED),
-            (status in FAILED and self.failed is FailedRows.BASELINE, RowUse.NONE, status),
-            (status in UNSCORED and not self.keep_unscored, RowUse.IDLE, status),
-            (is_equal and not self.keep_equal, RowUse.IDLE, DropReason.NO_VARIANCE),
+            (status in CUT_BY_LENGTH and self.truncated is TruncatedRows.MASK, _RowUse.EMPTY, DropReason.MASKED),
+            (status in FAILED and self.failed is FailedRows.BASELINE, _RowUse.NONE, status),
+            (status in UNSCORED and not self.keep_unscored, _RowUse.IDLE, status),
+            (is_equal and not self.keep_equal, _RowUse.IDLE, DropReason.NO_VARIANCE),
         )
         return next(
-            ((use, reason) for applies, use, reason in rules if applies), (RowUse.TRAIN, DropReason.NOTHING_SAMPLED)
+            ((use, reason) for applies, use, reason in rules if applies), (_RowUse.TRAIN, DropReason.NOTHING_SAMPLED)
         )
 
     @property
@@ -288,7 +288,7 @@ def get_rewards(
 def _make_unit(
     member: Trajectory,
     advantages: float | NDArray[np.float64],
-    use: RowUse,
+    use: _RowUse,
     reason: DropReason | TrajectoryStatus,
     counters: Counters,
     *,
@@ -298,9 +298,9 @@ def _make_unit(
     """The member's rows, with one advantage or with one for each turn; none if it sampled nothing. It is counted if it
     has none to train.
     """
-    if use in (RowUse.NONE, RowUse.EMPTY):
+    if use in (_RowUse.NONE, _RowUse.EMPTY):
         counters.count(Event.DROPPED_ROW, reason)
-        return [TrajectoryRows(rows=())] if use is RowUse.EMPTY else []
+        return [TrajectoryRows(rows=())] if use is _RowUse.EMPTY else []
     by_turn: float | dict[int, float] = (
         float(advantages)
         if np.ndim(advantages) == 0
@@ -310,7 +310,7 @@ def _make_unit(
     if not rows:
         counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
         return []
-    if use is RowUse.IDLE:
+    if use is _RowUse.IDLE:
         counters.count(Event.DROPPED_ROW, reason)
         return [TrajectoryRows(rows=(), idle_rows=rows)]
     return [TrajectoryRows(rows=rows, group=group, reward=reward)]
