@@ -65,12 +65,6 @@ def add_cluster_parser(commands: Any) -> None:
     plan.set_defaults(run=_print_plan)
 
 
-def split_recipe_options(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words of `unbroken cluster`: its own, and what follows `--`."""
-    at = words.index("--") if words[:1] == ["cluster"] and "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
 def _add_parts(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"unbroken {parser.prog.partition(' ')[2]} RECIPE [OPTION ...] [-- --FIELD VALUE ...]"
     parser.epilog = "What follows -- are the recipe's own options, as those of `unbroken train RECIPE`."

@@ -12,13 +12,13 @@ text of its message, so that a template which leaves out, repeats or moves image
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from unbroken.errors import InvalidInputError, MessagesError, TemplateError
+from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.images.loader import find_image_parts
 from unbroken.images.placeholders import fill_places
 from unbroken.images.processor import ImageInputs
@@ -27,9 +27,6 @@ from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 from unbroken.types.arrays import freeze
-
-_MAX_RENDERED_AGAIN = 16
-"""The most messages to render again in search of those whose images a template leaves out."""
 
 
 class PlaceholderError(Exception):
@@ -134,28 +131,6 @@ def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | 
             "tokenizer's special tokens, because messages could spell it otherwise"
         )
     return text
-
-
-def describe_left_out_images(
-    text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
-) -> str:
-    """Name, for an error, the message with fewer or more placeholders in `text` than images; empty if none is found.
-
-    Each message is rendered again without its images: the placeholders that are missing then are its own.
-    """
-    with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
-    for position in with_images[:_MAX_RENDERED_AGAIN]:
-        content = messages[position]["content"]
-        texts = [part for part in content if part["type"] == "text"]
-        silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
-        try:
-            without = render([*messages[:position], silent, *messages[position + 1 :]])
-        except TemplateError:
-            continue
-        num_written = text.count(placeholder) - without.count(placeholder)
-        if num_written != len(content) - len(texts):
-            return f": {num_written} for the {len(content) - len(texts)} of messages[{position}]"
-    return ""
 
 
 def _parts_with_files(position: int, content: Any, loaded: Mapping[str, EncodedImage]) -> list[Any]:

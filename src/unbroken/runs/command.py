@@ -172,17 +172,6 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_check_argument(serve: argparse.ArgumentParser) -> None:
-    """Add `--check` to the options of `unbroken serve`."""
-    serve.add_argument(
-        "--check",
-        action="store_true",
-        dest="checks_policy",
-        help="before it serves, compare the engine's logprobs with transformers' own pass of the model, in float32 on "
-        "a GPU with room or on the CPU: ends with both numbers if they have two policies (I9)",
-    )
-
-
 def make_check(model: str, engine_options: Sequence[str]) -> Callable[[Any, Any], Awaitable[str]]:
     """Make the check of a server's engine (`ServeOptions.check`), which loads torch and the model when it is called."""
 

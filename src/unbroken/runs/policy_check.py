@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.engines.base import Engine
 from unbroken.errors import PolicyMismatchError, UnbrokenError
 from unbroken.ledger.export import export_samples
@@ -34,7 +35,6 @@ from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.progress import begin
 from unbroken.rendering.base import RenderedPrompt, Renderer
-from unbroken.routing import has_experts
 from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import EngineConfig, EngineKind, Precision, RunConfig
 from unbroken.runs.models import load_model
@@ -78,7 +78,7 @@ def choose_max_k3(config: RunConfig, engine: EngineConfig, model: Any) -> float:
     if config.trainer.max_policy_k3 is not None:
         return config.trainer.max_policy_k3
     is_quantised = _is_quantised(model, engine.options)
-    if is_quantised or engine.reuse_kv or (has_experts(model) and not config.trainer.routing_replay):
+    if is_quantised or engine.reuse_kv or (_has_experts(model) and not config.trainer.routing_replay):
         return COARSE
     is_float32 = config.precision is Precision.FLOAT32 and engine.kind is EngineKind.EMBEDDED
     return FLOAT32 if is_float32 else DENSE
@@ -278,7 +278,7 @@ async def check_against_folder(
 
     def compare() -> tuple[Mismatch, float]:
         own = _load(model) if isinstance(model, str | Path) else model
-        max_k3 = COARSE if _is_quantised(own, options) or has_experts(own) else DENSE
+        max_k3 = COARSE if _is_quantised(own, options) or _has_experts(own) else DENSE
         scores = score_plainly(own, rows)
         logprobs = [each.logprobs[row.loss_mask] for row, each in zip(rows, scores, strict=True)]
         found = check_one_policy(rows, logprobs, policy_version=version, max_k3=max_k3)
@@ -343,3 +343,8 @@ def _describe_libraries() -> str:
         except PackageNotFoundError:
             continue
     return ", ".join(f"{name} {of}" for name, of in found.items())
+
+
+def _has_experts(model: Any) -> bool:
+    """Whether a transformers model is a mixture of experts, by its config."""
+    return DecoderConfig(model.config).num_experts > 1

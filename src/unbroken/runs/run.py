@@ -26,11 +26,11 @@ from unbroken.images.processor import ImageProcessor
 from unbroken.progress import begin
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Collector, EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
-from unbroken.runs.config import EngineKind, Precision, RunConfig
+from unbroken.runs.config import EngineKind, EvaluationConfig, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
 from unbroken.runs.evaluation.evaluator import cut_evaluations
-from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
+from unbroken.runs.evaluation.schedule import Evaluations, make_evaluators
 from unbroken.runs.export.files import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.models import (
@@ -83,7 +83,7 @@ async def run(
     if curriculum is None and config.curriculum is not None:
         curriculum = load_function(config.curriculum, field="curriculum")
     accelerator = join_accelerator(config, accelerator)
-    check_sets(sets, config.evaluation)
+    _check_sets(sets, config.evaluation)
     others = [each.problems for each in sets]
     async with (
         open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as opened,
@@ -473,3 +473,12 @@ def _make_observer(
         profiler=records.profiler,
         num_processes=run.rank.num_processes,
     )
+
+
+def _check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
+    """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is not one of them."""
+    names = [each.name for each in sets]
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"name must be different for each evaluation set, got {names}")
+    if config.best_set is not None and config.best_set not in names:
+        raise InvalidInputError(f"evaluation.best_set must be one of {names}, got {config.best_set!r}")

@@ -28,7 +28,7 @@ from typing import Any
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import Message, copy_containers, get_text
-from unbroken.rollout.failures import format_error, format_frames, is_connection_failure, must_propagate
+from unbroken.rollout.failures import format_error, format_frames, must_propagate
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.python_files import ModelName, load_object
 from unbroken.threads import run_in_daemon_thread
@@ -149,7 +149,7 @@ class RewardFunction:
                 raise RewardError(
                     f"{place}: it did not return within {self._config.timeout_s:g} s (timeout_s)"
                 ) from error
-            if is_connection_failure(error):
+            if _is_connection_failure(error):
                 raise _ConnectionFailedError(f"{place}: it failed with {format_error(error)}") from error
             raise RewardError(f"{place}: it failed with {format_error(error)}{format_frames(error)}") from error
 
@@ -272,3 +272,16 @@ def _check_returned(returned: Any, size: int, place: str) -> list[float | None]:
         else to_finite_float32(value, name=f"{place}, completion {k}: the reward", error=RewardError)
         for k, value in enumerate(values)
     ]
+
+
+def _is_connection_failure(error: BaseException) -> bool:
+    """Whether an exception, or a cause of it, says that a connection failed or took too long: a later try may succeed.
+
+    Clients of HTTP raise their own exceptions from such a cause. An `OSError` of a file is not meant: it has a name.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.filename is None:  # ConnectionError and TimeoutError are kinds of it
+            return True
+        seen = seen.__cause__
+    return False

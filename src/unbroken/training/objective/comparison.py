@@ -52,11 +52,6 @@ class _ComparedGroups:
     """In the order of the groups."""
 
 
-def any_nonzero(of_group: GroupAdvantages) -> bool:
-    """Whether a member of the group has an advantage that is not zero."""
-    return any(np.any(of_member) for of_member in of_group)
-
-
 def get_min_group_size(advantages: Advantages) -> int:
     """How many siblings a group needs: one if the advantages compare groups with each other."""
     compares_groups = isinstance(advantages, StepAdvantages) and advantages.compares_groups

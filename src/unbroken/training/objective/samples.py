@@ -35,8 +35,8 @@ from unbroken.training.objective.comparison import (
     ALONE,
     MIN_GROUP_SIZE,
     ComparedGroup,
+    GroupAdvantages,
     Processes,
-    any_nonzero,
     compute_advantages,
     get_min_group_size,
     get_turn_rewards,
@@ -185,7 +185,7 @@ def build_trajectories(
     comparison = compute_advantages(compare, advantages, processes)
     units: list[TrajectoryRows] = []
     for group, of_group in zip(comparison.groups, comparison.advantages, strict=True):
-        is_equal = not any_nonzero(of_group)
+        is_equal = not _any_nonzero(of_group)
         for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
             use, reason = policy.choose_use(member.status, is_equal=is_equal)
             units += _make_unit(member, of_member, use, reason, counters, group=group.name, reward=float(reward))
@@ -314,3 +314,8 @@ def _make_unit(
         counters.count(Event.DROPPED_ROW, reason)
         return [TrajectoryRows(rows=(), idle_rows=rows)]
     return [TrajectoryRows(rows=rows, group=group, reward=reward)]
+
+
+def _any_nonzero(of_group: GroupAdvantages) -> bool:
+    """Whether a member of the group has an advantage that is not zero."""
+    return any(np.any(of_member) for of_member in of_group)
