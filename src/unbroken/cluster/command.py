@@ -115,13 +115,15 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 
 
 def _print_status(arguments: argparse.Namespace) -> int:
-    status = read_status(arguments.output)
-    print(json.dumps(status) if arguments.json else describe_status(status))
+    print(describe_status(arguments.output, as_json=arguments.json))
     return 0
 
 
-def describe_status(status: Mapping[str, Any]) -> str:
-    """What `read_status` found, in lines; raises `InvalidInputError` if it has other fields."""
+def describe_status(output: Path, *, as_json: bool = False) -> str:
+    """How a cluster is, and how fast its run, in lines; raises `InvalidInputError` without one in the folder."""
+    status = _read_status(output)
+    if as_json:
+        return json.dumps(status)
     try:
         return "\n".join(_format_status(status))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -130,8 +132,7 @@ def describe_status(status: Mapping[str, Any]) -> str:
         ) from None
 
 
-def read_status(output: Path) -> dict[str, Any]:
-    """Read how a cluster is, and how fast its run; raises `InvalidInputError` without one in the folder."""
+def _read_status(output: Path) -> dict[str, Any]:
     try:
         status: dict[str, Any] = dict(read_json_file(output / FOLDER / STATE, max_bytes=MAX_FACTS_BYTES))
     except (OSError, ValueError, TypeError) as error:

@@ -100,7 +100,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
         )
     except ModuleNotFoundError as error:
         raise missing_extra(error, "running an agent needs the train extra", "train") from error
-    print(describe_rollout(read_rollout(output), output, model=report["models"][0]["name"]))
+    print(describe_rollout(_read_rollout(output), output, model=report["models"][0]["name"]))
     return 0
 
 
@@ -127,7 +127,7 @@ def write_task(output: Path, task: str) -> Path:
     return file
 
 
-def read_rollout(output: Path) -> tuple[Path, dict[str, Any]]:
+def _read_rollout(output: Path) -> tuple[Path, dict[str, Any]]:
     """The file of the only rollout of an output, and its record."""
     from unbroken.runs.collector import DEFAULT_SET
     from unbroken.runs.evaluation.evaluator import FOLDER

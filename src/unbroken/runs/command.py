@@ -414,17 +414,17 @@ def _run_verify(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         if arguments.model is not None or arguments.processes > 1:
             arguments.parser.error("--model and --processes must be left out with --against, which reads files only")
-        from unbroken.runs.compare import compare_runs, format_comparison
+        from unbroken.runs.compare import compare_runs
 
         found = compare_runs(folder, arguments.against)
-        text, is_good = format_comparison(found, folder, arguments.against), found.difference is None
+        text, is_good = found.describe(folder, arguments.against), found.difference is None
     else:
         try:
-            from unbroken.runs.verify import format_verification, verify_run
+            from unbroken.runs.verify import verify_run
         except ModuleNotFoundError as error:
             raise missing_extra(error, "verify needs the train extra", "train") from error
         found = verify_run(folder, model=arguments.model, num_processes=arguments.processes)
-        text, is_good = format_verification(found, folder), found.is_verified
+        text, is_good = found.describe(folder), found.is_verified
     print(json.dumps(asdict(found), indent=1) if arguments.json else text)
     return 0 if is_good else 1
 

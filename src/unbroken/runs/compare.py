@@ -40,6 +40,13 @@ class _RunComparison:
     difference: str | None
     """What differs first; None if all steps are equal."""
 
+    def describe(self, folder: Path, other: Path) -> str:
+        """The report, for a terminal."""
+        lines = [f"{folder} and {other}: {self.num_equal} steps are equal from the first on"]
+        lines += [f"  setting: {each}" for each in self.settings]
+        lines.append(f"  first difference: {self.difference}" if self.difference else "  no difference")
+        return "\n".join(lines)
+
 
 def compare_runs(folder: Path, other: Path) -> _RunComparison:
     """Compare two runs; raises `InvalidInputError` if a folder is no run's, or a file of it is damaged."""
@@ -67,14 +74,6 @@ def _compare_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> Itera
     for name in dict.fromkeys([*own, *other]):
         if not may_change(name) and own.get(name) != other.get(name):
             yield f"{name} is {own.get(name)!r} and {other.get(name)!r}"
-
-
-def format_comparison(found: _RunComparison, folder: Path, other: Path) -> str:
-    """The report of a comparison."""
-    lines = [f"{folder} and {other}: {found.num_equal} steps are equal from the first on"]
-    lines += [f"  setting: {each}" for each in found.settings]
-    lines.append(f"  first difference: {found.difference}" if found.difference else "  no difference")
-    return "\n".join(lines)
 
 
 def compare_metrics(recorded: Numbers, again: Numbers) -> list[str]:

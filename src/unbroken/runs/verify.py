@@ -93,6 +93,31 @@ class _Verification:
             unverified=self.unverified + other.unverified,
         )
 
+    def describe(self, folder: Path) -> str:
+        """The report: what differs, what was verified, and what was not."""
+        what = f"{self.num_verified} of {self.num_steps} steps, {self.num_ids} sampled ids"
+        lines = [
+            f"{folder}: {'verified' if self.is_verified else 'NOT VERIFIED'} ({what})",
+            *(f"  differs: {each}" for each in self.differences),
+            *(f"  not verified: {each}" for each in self.unverified),
+        ]
+        if self.num_verified:
+            also = f"; {', '.join(self.compared)}" if self.compared else ""
+            lines.append(
+                "  verified: logprobs of every sampled id, rows, advantages, loss, gradient norm and weights of these "
+                f"steps{also}"
+            )
+        lines.append(
+            "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are "
+            "the rendering of the messages, texts, statuses, finish reasons, parts of rewards, evaluations, times"
+        )
+        if self.differences:
+            lines.append(
+                "  A first step that differs in every row has another model, another number of threads, another "
+                "processor or another version of torch"
+            )
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
@@ -173,32 +198,6 @@ def _find_unverified_models(run: _Run, compared: Sequence[str]) -> Iterator[str]
             yield f"{name}: its {INFO} must have a step that the run has made, 1 to {run.num_steps}; got {info.step}"
         else:
             yield f"{name}: it was not shown to be the model after {info.step} steps"
-
-
-def format_verification(found: _Verification, folder: Path) -> str:
-    """The report: what differs, what was verified, and what was not."""
-    what = f"{found.num_verified} of {found.num_steps} steps, {found.num_ids} sampled ids"
-    lines = [
-        f"{folder}: {'verified' if found.is_verified else 'NOT VERIFIED'} ({what})",
-        *(f"  differs: {each}" for each in found.differences),
-        *(f"  not verified: {each}" for each in found.unverified),
-    ]
-    if found.num_verified:
-        also = f"; {', '.join(found.compared)}" if found.compared else ""
-        lines.append(
-            "  verified: logprobs of every sampled id, rows, advantages, loss, gradient norm and weights of these "
-            f"steps{also}"
-        )
-    lines.append(
-        "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are the "
-        "rendering of the messages, texts, statuses, finish reasons, parts of rewards, evaluations, times"
-    )
-    if found.differences:
-        lines.append(
-            "  A first step that differs in every row has another model, another number of threads, another processor "
-            "or another version of torch"
-        )
-    return "\n".join(lines)
 
 
 def _open(folder: Path, model: str | None) -> _Run:

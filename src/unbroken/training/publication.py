@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Protocol, runtime_checkable
 from uuid import uuid4
 
 import torch.distributed
@@ -22,7 +23,7 @@ from unbroken.errors import EngineError
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import from_all_processes, log_waiting
 from unbroken.weights.adapters import is_adapter
-from unbroken.weights.base import CastingPublisher, WeightPublisher, WeightUpdate
+from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.sources import WeightStream
 
 _POLL_S = 0.01
@@ -61,7 +62,7 @@ async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> W
     failure: Exception | None = None
     if publisher is not None:
         try:
-            dtype = await publisher.dtype() if isinstance(publisher, CastingPublisher) else None
+            dtype = await publisher.dtype() if isinstance(publisher, _CastingPublisher) else None
             copies = await asyncio.to_thread(_copy, weights, dtype)
         except Exception as error:
             failure = error
@@ -120,3 +121,12 @@ class Notices:
             await asyncio.sleep(_POLL_S)
         posted: bytes = await asyncio.to_thread(self._store.get, str(version))
         return posted.decode() == _TAKEN
+
+
+@runtime_checkable
+class _CastingPublisher(Protocol):
+    """A publisher whose engines have one dtype, so that a copy of the weights is made in it."""
+
+    async def dtype(self) -> str | None:
+        """Return the dtype of floating-point weights in the engines, under torch's name; None if there are several."""
+        ...

@@ -23,7 +23,7 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.http.event_stream import open_named_event_stream
+from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import SESSION, json_response, note_ignored
 from unbroken.server.questions import make_question
 from unbroken.server.turns import OpenTurn, Question, open_reply, stream_events
@@ -78,7 +78,9 @@ async def _responses(body: ResponsesBody, request: Request) -> Response:
     )
     if body.stream:
         stream = _ResponseStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
-        return await open_named_event_stream(stream_events(turn, [stream]), format_error=stream.format_failure)
+        return await open_event_stream(
+            stream_events(turn, [stream]), format_error=stream.format_failure, is_named=True, end=b""
+        )
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_whole(await context.read_reply(turn, question, sequence), sequence))
 

@@ -154,13 +154,6 @@ class RowPolicy:
         return TRAINABLE if self.failed is FailedRows.DROP else TRAINABLE | FAILED
 
 
-def build_samples(
-    groups: Sequence[TrajectoryGroup], advantages: Advantages, counters: Counters
-) -> list[TrainingSample]:
-    """The rows of `build_trajectories`, each by itself."""
-    return [row for unit in build_trajectories(groups, advantages, counters) for row in unit.rows]
-
-
 def build_trajectories(
     groups: Sequence[TrajectoryGroup],
     advantages: Advantages,

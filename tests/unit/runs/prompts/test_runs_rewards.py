@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
+from support.rows import build_samples
 from unbroken.counters import Counters
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, RewardError
@@ -19,7 +20,6 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.training.objective.advantages import grpo_advantages
-from unbroken.training.objective.samples import build_samples
 from unbroken.types import SamplingParams
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
