@@ -14,7 +14,7 @@ On a CPU two rules are enough, for any model, without code for one:
 
 1.  Passes have a multiple of `_find_row_multiple` rows, 4 for each thread or 16 so far: what products leave over of
     that goes to other kernels, and with widths of a multiple of 8 the functions of each number end at whole vectors.
-2.  Attention (`attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
+2.  Attention (`_attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
     behind the last key adds exactly nothing.
 
 Norms, rotary embeddings, activations and log_softmax treat each row by itself anyway, with one thread or two: torch
@@ -149,7 +149,7 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
     _check_can_be_exact(model, takes_images=takes_images)
     multiple = _find_row_multiple(model.dtype)
     _check_widths(model, multiple)
-    AttentionInterface.register(EXACT_ATTENTION, attend)
+    AttentionInterface.register(EXACT_ATTENTION, _attend)
     AttentionMaskInterface.register(EXACT_ATTENTION, sdpa_mask)
     model.set_attn_implementation(EXACT_ATTENTION)
     name, num_threads = type(model).__name__, torch.get_num_threads()
@@ -296,7 +296,7 @@ def _choose_states(module: Any, output: Any) -> Any:
     return tensors[0] if tensors and (len(tensors) == 1 or is_leaf) else None
 
 
-def attend(
+def _attend(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -243,7 +243,7 @@ class SessionState:
 
     def _find_new_images(self, messages: Sequence[Message], given: GivenIds | None) -> dict[str, bytes]:
         """The files of the images in new messages and ids that are not recorded, by SHA-256."""
-        images = [*list_images(messages), *(span.image for span in (given.images if given else ()))]
+        images = [*_list_images(messages), *(span.image for span in (given.images if given else ()))]
         return {image.sha256: image.data for image in images if image.sha256 not in self.images}
 
     def _find_new_ids(self, prompt: Prompt) -> tuple[GivenIds | None, Position]:
@@ -375,7 +375,7 @@ def _from_given_record(record: GivenRecord, load_image: LoadImage) -> GivenIds:
     )
 
 
-def list_images(messages: Sequence[Message]) -> list[EncodedImage]:
+def _list_images(messages: Sequence[Message]) -> list[EncodedImage]:
     """The images of messages, in order."""
     parts = [part for message in messages for part in _get_parts(message) if part["type"] in IMAGE_TYPES]
     sources = [get_image_source(part) for part in parts]

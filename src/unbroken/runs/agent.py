@@ -91,7 +91,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
         from unbroken.runs.evaluate import evaluate_task
 
         report = evaluate_task(
-            str(write_task(output, " ".join(arguments.task))),
+            str(_write_task(output, " ".join(arguments.task))),
             options,
             Console(stderr=True, markup=False),
             models=[arguments.model or arguments.url],
@@ -111,7 +111,7 @@ def _join(own: Mapping[str, str], others: Sequence[str]) -> list[str]:
     return [word for pair in {**own, **defaults}.items() for word in pair] + list(others)
 
 
-def write_task(output: Path, task: str) -> Path:
+def _write_task(output: Path, task: str) -> Path:
     """Write the data set of a task; raises `InvalidInputError` if the folder has another one."""
     from unbroken.runs.folder import TASK_FILE
 

@@ -62,7 +62,7 @@ def add_sampler_parser(commands: Any) -> None:
     sampler.add_argument("--wait-s", type=float, default=600.0, help="how long to wait for the trainer (600)")
     sampler.add_argument("--exit-with-parent", action="store_true", help="leave signals, and the end, to the parent")
     _add_recipe(sampler)
-    sampler.set_defaults(run=run_sampler, parser=sampler, advice="; the trainer gives its groups to other samplers")
+    sampler.set_defaults(run=_run_sampler, parser=sampler, advice="; the trainer gives its groups to other samplers")
 
 
 _EVAL_FIELDS = (
@@ -502,7 +502,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_sampler(arguments: argparse.Namespace) -> int:
+def _run_sampler(arguments: argparse.Namespace) -> int:
     """Sample for a trainer until it ends; returns the exit status."""
     _, settings = take_preflight(_read_recipe(arguments))  # the trainer's options, and it has made the preflight
     own_key = os.environ.pop(SAMPLER_KEY, None)  # programs that rollouts start do not get it
@@ -516,7 +516,7 @@ def run_sampler(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.runs.config import parse_address, read_key
         from unbroken.runs.recipe import SamplerRole
-        from unbroken.runs.training import run_sampler as run
+        from unbroken.runs.training import run_sampler
 
         key = read_key(arguments.key_file, field="--key-file") or own_key
         if not key:
@@ -528,7 +528,7 @@ def run_sampler(arguments: argparse.Namespace) -> int:
             wait_s=arguments.wait_s,
             ends_with_parent=arguments.exit_with_parent,
         )
-        run(arguments.recipe, settings, role)
+        run_sampler(arguments.recipe, settings, role)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "a sampler needs the train extra", "train") from error
     return 0

@@ -109,7 +109,7 @@ def evaluate_task(
     recipe, words = open_task(task)
     given = read_options([*words, *options], recipe.section)
     key = read_key({**recipe.values, **given}.get("engine.api_key_file"), field="engine.api_key_file")
-    found = [find_model(name, tokenizer, api_key=key) for name in models]
+    found = [_find_model(name, tokenizer, api_key=key) for name in models]
     config = _configure(recipe, given, found, name=re.sub(r"\W+", "-", Path(task.partition(":")[2] or task).stem))
     own: dict[str, Any] = {
         "--model": list(models),
@@ -129,7 +129,7 @@ def evaluate_task(
             recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy,
             retokenises=retokenises, preflight=preflight,
         )  # fmt: skip
-        await evaluation.run(found or [find_model(str(model), tokenizer)])
+        await evaluation.run(found or [_find_model(str(model), tokenizer)])
 
     with lock_folder(config.output), record_process(config.output):
         run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
@@ -227,7 +227,7 @@ def choose_size(
     return replace(each, num_problems=chosen, num_samples=samples)
 
 
-def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None = None) -> _EvaluatedModel:
+def _find_model(name: str, tokenizer: str | None = None, *, api_key: str | None = None) -> _EvaluatedModel:
     """Find out what a model is: a server, the folder of a model, a run or a checkpoint, or a hub name.
 
     Raises:

@@ -90,7 +90,7 @@ class Problem:
     """All columns."""
 
 
-class RewardFunction:
+class _RewardFunction:
     """A reward function from a file, or a reward model."""
 
     def __init__(self, config: RewardConfig, columns: Sequence[str], *, field: str) -> None:
@@ -178,7 +178,7 @@ class Rewards:
         """
         if not configs:
             raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
-        self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
+        self._functions = [_RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
         self._add_to_own = add_to_own
         names = [function.name for function in self._functions] + [OWN_REWARD] * add_to_own
         if len(set(names)) < len(names):
