@@ -90,7 +90,7 @@ class PartState:
     """Of the first process."""
 
 
-class _Process:
+class Process:
     """A command in its own session. All of it is killed when the process that started it is gone."""
 
     def __init__(self, command: Command, work_dir: Path) -> None:
@@ -173,13 +173,13 @@ class Runner:
 
         Numbers of runs rise. What serves at a `url` must answer there.
         """
-        processes: list[_Process] = []
+        processes: list[Process] = []
         with self._is_running:
             if self._stopped >= number:
                 return []
             try:
                 for each in commands:
-                    processes.append(_Process(each, self._work_dir))
+                    processes.append(Process(each, self._work_dir))
                 return self._watch(number, processes, url)
             finally:
                 for process in processes:
@@ -199,7 +199,7 @@ class Runner:
         with self._is_running:
             pass
 
-    def _watch(self, number: int, processes: Sequence[_Process], url: str) -> list[str]:
+    def _watch(self, number: int, processes: Sequence[Process], url: str) -> list[str]:
         are_trainers, first = self._state.kind is Kind.TRAINERS, processes[0]
         state = "starts" if url else "trains" if are_trainers else "serves"
         self._state = replace(self._state, state=state, url="", version=None, pid=first.pid)
