@@ -95,10 +95,8 @@ def main() -> None:
         f"{'':10} {'sessions':>8} {'mean ms':>8} {'p50':>7} {'p99':>7} {'turns/s':>8} {'CPU ms':>7} {'x':>5} "
         f"{'first':>7} {'last':>7} {'MB':>6} {'load':>5}"
     )
-    from rendering import make_tokenizer  # here: it imports transformers, which the forwarder does not need
-
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        make_tokenizer("qwen3").save_pretrained(folder)
+        save_tokenizer(folder)
         upstream = stack.enter_context(process(own_command(args, args.upstream, folder)))
         forwarder = None
         if not args.no_forwarder:
@@ -119,6 +117,18 @@ def main() -> None:
                 least = asyncio.run(measure([forwarder], args, sessions, is_gateway=False))
                 show("forwarder", least)
             show("gateway", asyncio.run(measure(gateways, args, sessions, is_gateway=True)), least)
+
+
+def save_tokenizer(folder: str) -> None:
+    """Save one with Tekken's vocabulary of 131,072 ids and Qwen3's template, by the tests' helpers.
+
+    They import transformers, which the forwarder's process does not need.
+    """
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from support.corpus import corpus_template
+    from support.tokenizers import tekken_tokenizer
+
+    tekken_tokenizer(corpus_template("trl/qwen3").source).save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from grpo_task import (
     SHAPES,
     PeakMemory,
     Setting,
+    Words,
     draw_answer,
     draw_length,
     make_lora,
@@ -73,7 +74,6 @@ from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SampleResult, SamplingParams, TrainingSample
 from unbroken.weights.base import InProcessPublisher
-from words_env import Words
 
 MODES = {"server": EngineKind.STARTED, "colocated": EngineKind.COLOCATED}
 TRL = "trl"

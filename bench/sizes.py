@@ -25,7 +25,6 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from grpo_task import SHAPES, UNTIED, make_lora
-from packing import make_rows
 from unbroken.training.config import OptimizerConfig, OptimizerName, TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, TrainingSample
@@ -102,6 +101,24 @@ def count_flops(shape: str, rows: Sequence[TrainingSample], *, is_lora: bool) ->
     products = sizes["num_hidden_layers"] * layer * lengths.sum()
     products += sizes["vocab_size"] * sizes["hidden_size"] * num_scored
     return float((4 if is_lora else 6) * products + 7 * heads * sizes["num_hidden_layers"] * np.square(lengths).sum())
+
+
+def make_rows(lengths: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[TrainingSample]:
+    """Rows of random ids, whose second half is sampled."""
+    rows = []
+    for length in lengths:
+        mask = np.arange(length) >= max(1, length // 2)
+        rows.append(
+            TrainingSample(
+                token_ids=rng.integers(vocab_size, size=length).astype(np.int32),
+                sampled_mask=mask,
+                loss_mask=mask,
+                rollout_logprobs=np.where(mask, -np.log(vocab_size), np.nan).astype(np.float32),
+                policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+                advantages=np.where(mask, rng.choice([-1.0, 1.0]), 0.0).astype(np.float32),
+            )
+        )
+    return rows
 
 
 class Part:

@@ -18,7 +18,7 @@ from typing import Any
 
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
-from unbroken.cluster.command import add_cluster_parser, split_recipe_options
+from unbroken.cluster.command import add_cluster_parser
 from unbroken.demo.command import add_demo_parser, add_new_parser
 from unbroken.errors import UnbrokenError, missing_extra
 from unbroken.gateway.options import (
@@ -29,7 +29,6 @@ from unbroken.gateway.options import (
 )
 from unbroken.runs.agent import add_agent_parser, run_agent
 from unbroken.runs.command import (
-    add_check_argument,
     add_doctor_parser,
     add_eval_parser,
     add_numerics_parser,
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(is_short=not any(word.startswith(("--help-all", "--install-completion")) for word in words))
     if words[:1] == ["serve"]:
         words = name_model(words)
-    words, recipe_options = split_recipe_options(words)
+    words, recipe_options = _split_recipe_options(words)
     arguments = argparse.Namespace(advice="")
     """`advice` stands behind "interrupted" or "terminated": what is kept, or continues."""
     try:
@@ -158,7 +157,7 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_serve_arguments(serve)
-    add_check_argument(serve)
+    _add_check_argument(serve)
     add_session_arguments(serve)
     add_tinker_arguments(serve)
     serve.set_defaults(run=_serve)
@@ -205,3 +204,20 @@ def _gateway(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a gateway needs the gateway extra", "gateway") from error
     return serve_gateway(options)
+
+
+def _split_recipe_options(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the words of `unbroken cluster`: its own, and what follows `--`."""
+    at = words.index("--") if words[:1] == ["cluster"] and "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _add_check_argument(serve: argparse.ArgumentParser) -> None:
+    """Add `--check` to the options of `unbroken serve`."""
+    serve.add_argument(
+        "--check",
+        action="store_true",
+        dest="checks_policy",
+        help="before it serves, compare the engine's logprobs with transformers' own pass of the model, in float32 on "
+        "a GPU with room or on the CPU: ends with both numbers if they have two policies (I9)",
+    )

@@ -12,9 +12,9 @@ With exact numerics (`Numerics.EXACT`) a row has the same bits in any pass: ids 
 alone or beside other rows. The sums are the same in any case, but kernels add them in an order that depends on shapes.
 On a CPU two rules are enough, for any model, without code for one:
 
-1.  Passes have a multiple of `find_row_multiple` rows, 4 for each thread or 16 so far: what products leave over of that
-    goes to other kernels, and with widths of a multiple of 8 the functions of each number end at whole vectors.
-2.  Attention (`attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
+1.  Passes have a multiple of `_find_row_multiple` rows, 4 for each thread or 16 so far: what products leave over of
+    that goes to other kernels, and with widths of a multiple of 8 the functions of each number end at whole vectors.
+2.  Attention (`_attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
     behind the last key adds exactly nothing.
 
 Norms, rotary embeddings, activations and log_softmax treat each row by itself anyway, with one thread or two: torch
@@ -147,9 +147,9 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
             mixture of experts; or torch computes with more than two threads.
     """
     _check_can_be_exact(model, takes_images=takes_images)
-    multiple = find_row_multiple(model.dtype)
+    multiple = _find_row_multiple(model.dtype)
     _check_widths(model, multiple)
-    AttentionInterface.register(EXACT_ATTENTION, attend)
+    AttentionInterface.register(EXACT_ATTENTION, _attend)
     AttentionMaskInterface.register(EXACT_ATTENTION, sdpa_mask)
     model.set_attn_implementation(EXACT_ATTENTION)
     name, num_threads = type(model).__name__, torch.get_num_threads()
@@ -206,7 +206,7 @@ def find_other_bits(model: Any, rounded: torch.dtype | None = None) -> str | Non
 
     With weights `rounded` to a type, rows may have any number of ids.
     """
-    multiple = find_row_multiple(model.dtype) if rounded is None else _SHORT_ROW
+    multiple = _find_row_multiple(model.dtype) if rounded is None else _SHORT_ROW
     length = max(choose_long_length(model) // multiple, 2) * multiple
     ids = (torch.arange(length) + 1).remainder(len(model.get_input_embeddings().weight))
     short = ids[:multiple].flip(0)
@@ -242,7 +242,7 @@ def _find_other_product(model: Any) -> str | None:
     to 320 rows, and its rows if it has more. Each shape of a product is tried once, except the head's, whose columns
     are work enough for all threads.
     """
-    multiple = find_row_multiple(model.dtype)
+    multiple = _find_row_multiple(model.dtype)
     generator, tried = torch.Generator().manual_seed(0), set()
     for path, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or module is model.get_output_embeddings():
@@ -296,7 +296,7 @@ def _choose_states(module: Any, output: Any) -> Any:
     return tensors[0] if tensors and (len(tensors) == 1 or is_leaf) else None
 
 
-def attend(
+def _attend(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -325,7 +325,7 @@ def attend(
         hidden_BTL = ~attention_mask[:, 0, :, :num_keys]
     else:
         hidden_BTL = attention_mask[:, 0, :, :num_keys] < 0
-    missing_keys, missing_queries = num_blocks * BLOCK - num_keys, -shared % find_row_multiple(query.dtype)
+    missing_keys, missing_queries = num_blocks * BLOCK - num_keys, -shared % _find_row_multiple(query.dtype)
     if missing_keys:
         key, value = (pad(states, (0, 0, 0, missing_keys)) for states in (key, value))
         hidden_BTL = pad(hidden_BTL, (0, missing_keys), value=True)
@@ -348,17 +348,17 @@ def attend(
     return states_BHTD.transpose(1, 2).contiguous(), None
 
 
-def find_row_multiple(dtype: torch.dtype) -> int:
+def _find_row_multiple(dtype: torch.dtype) -> int:
     """The number such that a product of any multiple of it has the same bits in each row, with the threads of now.
 
     Raises:
         InvalidInputError: no number is one on this machine.
     """
-    return _find_row_multiple(dtype, torch.get_num_threads())
+    return _measure_row_multiple(dtype, torch.get_num_threads())
 
 
 @functools.cache
-def _find_row_multiple(dtype: torch.dtype, num_threads: int) -> int:
+def _measure_row_multiple(dtype: torch.dtype, num_threads: int) -> int:
     most = 32 * num_threads
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(number, _NUM_SUMMED, generator=generator, dtype=dtype) for number in (8 * most, 80))

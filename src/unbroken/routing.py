@@ -38,11 +38,6 @@ _TOLERANCE = 1e-3
 _TOP_K_FUNCTIONS = (torch.topk, torch.Tensor.topk)
 
 
-def has_experts(model: Any) -> bool:
-    """Whether a transformers model is a mixture of experts, by its config."""
-    return DecoderConfig(model.config).num_experts > 1
-
-
 @dataclass(slots=True, kw_only=True)
 class ReplayCounts:
     """How often the routers chose other experts than those replayed; each counts ids times layers."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.image_rows import Vision
-from support.rows import group, trajectory
+from support.rows import build_samples, group, trajectory
 from support.sequences import sampled
 from support.vision import PAD, Family, picture
 from unbroken.counters import Counters
@@ -21,7 +21,6 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.objective.advantages import grpo_advantages
-from unbroken.training.objective.samples import build_samples
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample, token_ids
 

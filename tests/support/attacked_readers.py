@@ -15,7 +15,7 @@ from support.attacks import Reader
 from support.recorded import write_run
 from support.tokenizers import make_tokenizer
 from unbroken.audit.subject import read_template
-from unbroken.cluster.command import describe_status, read_status
+from unbroken.cluster.command import describe_status
 from unbroken.engines.directory import FileDirectory
 from unbroken.images.decoder import encode_picture
 from unbroken.images.loader import ImageLoader
@@ -228,7 +228,7 @@ READERS: dict[str, Reader] = {
     ),
     "state of a cluster": Reader(
         make=lambda place: _write(place / "cluster" / "state.json", STATUS),
-        read=lambda path: describe_status(read_status(path.parent.parent)), kind="json", says="OUTPUT",
+        read=lambda path: describe_status(path.parent.parent), kind="json", says="OUTPUT",
     ),
     "stop ids of a model": Reader(
         make=lambda place: _write(place / "generation_config.json", {"eos_token_id": [1, 2]}),

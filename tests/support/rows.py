@@ -14,8 +14,9 @@ from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.model.batch import ScoredRow
+from unbroken.training.objective.advantages import Advantages
 from unbroken.training.objective.pairs import PreferencePair
-from unbroken.training.objective.samples import TrajectoryRows
+from unbroken.training.objective.samples import TrajectoryRows, build_trajectories
 from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, SampledSequence, TrainingSample
 
@@ -133,3 +134,10 @@ def _make_tree(prompt: Sequence[int], completion: SampledSequence | None) -> Tok
 
 def _signed(rows: Sequence[TrainingSample], sign: int) -> tuple[TrainingSample, ...]:
     return tuple(replace(row, advantages=sign * row.loss_mask) for row in rows)
+
+
+def build_samples(
+    groups: Sequence[TrajectoryGroup], advantages: Advantages, counters: Counters
+) -> list[TrainingSample]:
+    """The rows of `build_trajectories`, each by itself."""
+    return [row for unit in build_trajectories(groups, advantages, counters) for row in unit.rows]

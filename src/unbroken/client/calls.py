@@ -143,7 +143,7 @@ class Calls:
         except httpx.TransportError as error:
             raise _unreachable_error(self.base_url, error, 1) from error
         if response.status_code != 200:
-            raise to_error(response)
+            raise _to_error(response)
         return self._read_json(response)
 
     async def post_with_images(
@@ -196,7 +196,7 @@ class Calls:
             except httpx.TransportError as error:
                 raise _unreachable_error(self.base_url, error, 1) from error
             if response.status_code != 503 or attempt == self._max_retries:
-                raise to_error(response)
+                raise _to_error(response)
             await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
         raise AssertionError
 
@@ -247,7 +247,7 @@ class Calls:
             self._compact_paths.discard(path)
             return await self._post_with_key(path, body)
         if response.status_code != 200:
-            raise to_error(response)
+            raise _to_error(response)
         if response.headers.get(compact.ACCEPT_HEADER) == compact.MEDIA_TYPE:
             self._compact_paths.add(path)
         return response
@@ -267,7 +267,7 @@ class Calls:
     ) -> httpx.Response:
         response = await self._ask(method, path, content, headers)
         if response.status_code != 200:
-            raise to_error(response)
+            raise _to_error(response)
         return response
 
     async def _ask(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> httpx.Response:
@@ -469,7 +469,7 @@ def unexpected_answer(base_url: str, path: str, answer: object) -> ServerError:
     )
 
 
-def to_error(response: httpx.Response) -> Exception:
+def _to_error(response: httpx.Response) -> Exception:
     """Convert an error answer to one of our exceptions, with the server's message."""
     try:
         body = response.json()["error"]

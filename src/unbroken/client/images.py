@@ -122,7 +122,7 @@ def _read_all(given: Sequence[Any] | None, name: str) -> tuple[str | EncodedImag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageImages:
+class _MessageImages:
     """Messages whose images have been read."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -150,15 +150,15 @@ class MessageImages:
         return {"type": part["type"], part["type"]: {"url": image} if part["type"] == "image_url" else image}
 
 
-async def read_messages(messages: Sequence[Mapping[str, Any]]) -> MessageImages:
+async def read_messages(messages: Sequence[Mapping[str, Any]]) -> _MessageImages:
     """Read the images in messages. Raises `ImageError`, with the place of an image that cannot be read."""
     parts = find_image_parts(messages)
     if not parts:
-        return MessageImages(messages=messages, parts={})
+        return _MessageImages(messages=messages, parts={})
 
-    def read() -> MessageImages:
+    def read() -> _MessageImages:
         read_parts = {id(part): _read(get_image_source(part), place) for place, part in parts}
-        return MessageImages(messages=messages, parts=read_parts)
+        return _MessageImages(messages=messages, parts=read_parts)
 
     return await asyncio.to_thread(read)
 

@@ -65,12 +65,6 @@ def add_cluster_parser(commands: Any) -> None:
     plan.set_defaults(run=_print_plan)
 
 
-def split_recipe_options(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words of `unbroken cluster`: its own, and what follows `--`."""
-    at = words.index("--") if words[:1] == ["cluster"] and "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
 def _add_parts(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"unbroken {parser.prog.partition(' ')[2]} RECIPE [OPTION ...] [-- --FIELD VALUE ...]"
     parser.epilog = "What follows -- are the recipe's own options, as those of `unbroken train RECIPE`."
@@ -121,13 +115,15 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 
 
 def _print_status(arguments: argparse.Namespace) -> int:
-    status = read_status(arguments.output)
-    print(json.dumps(status) if arguments.json else describe_status(status))
+    print(describe_status(arguments.output, as_json=arguments.json))
     return 0
 
 
-def describe_status(status: Mapping[str, Any]) -> str:
-    """What `read_status` found, in lines; raises `InvalidInputError` if it has other fields."""
+def describe_status(output: Path, *, as_json: bool = False) -> str:
+    """How a cluster is, and how fast its run, in lines; raises `InvalidInputError` without one in the folder."""
+    status = _read_status(output)
+    if as_json:
+        return json.dumps(status)
     try:
         return "\n".join(_format_status(status))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -136,8 +132,7 @@ def describe_status(status: Mapping[str, Any]) -> str:
         ) from None
 
 
-def read_status(output: Path) -> dict[str, Any]:
-    """Read how a cluster is, and how fast its run; raises `InvalidInputError` without one in the folder."""
+def _read_status(output: Path) -> dict[str, Any]:
     try:
         status: dict[str, Any] = dict(read_json_file(output / FOLDER / STATE, max_bytes=MAX_FACTS_BYTES))
     except (OSError, ValueError, TypeError) as error:

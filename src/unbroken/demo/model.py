@@ -114,7 +114,7 @@ def warm_up(
     begin("warm-up, copy drill", total=config.max_drill_steps, unit="steps at most")
     for step in range(config.max_drill_steps):
         _set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / 30))
-        batch = [make_drill(rng) for _ in range(config.drill_batch_size)]
+        batch = [teacher.drill(rng) for _ in range(config.drill_batch_size)]
         advance()
         if _imitate(model, optimizer, *_encode(tokenizer, batch)) < config.drill_loss:
             break
@@ -127,7 +127,7 @@ def warm_up(
         _imitate(model, optimizer, *_encode(tokenizer, batch))
 
 
-class TaughtText(NamedTuple):
+class _TaughtText(NamedTuple):
     """A piece of text, and whether the model learns to write it."""
 
     text: str
@@ -135,7 +135,7 @@ class TaughtText(NamedTuple):
 
 
 class Teacher:
-    """Writes demonstrations as pieces of text, exactly as the chat template renders them."""
+    """Writes demonstrations as pieces of text, exactly as the chat template renders them, and drills."""
 
     def __init__(self, tokenizer: Any) -> None:
         marks = ("Zq0", "Zq1", "Zq2")
@@ -146,26 +146,25 @@ class Teacher:
         after_turn, self._after_reply = text.split(marks[2])
         self._before_reply = after_turn.removeprefix(END_OF_TURN)
 
-    def demonstrate(self, task: LookupTask, rng: random.Random) -> list[TaughtText]:
+    def demonstrate(self, task: LookupTask, rng: random.Random) -> list[_TaughtText]:
         """One episode of `task`, with a wrong answer where the teacher guesses."""
-        pieces = [TaughtText(self._before_prompt + task.prompt + self._after_prompt, False)]
+        pieces = [_TaughtText(self._before_prompt + task.prompt + self._after_prompt, False)]
         for key in task.keys:
             reply = task.look_up(key)
-            pieces.append(TaughtText(call_text(key, task.style) + END_OF_TURN, True))
-            pieces.append(TaughtText(self._before_reply + json.dumps(reply) + self._after_reply, False))
+            pieces.append(_TaughtText(call_text(key, task.style) + END_OF_TURN, True))
+            pieces.append(_TaughtText(self._before_reply + json.dumps(reply) + self._after_reply, False))
             guess = reply.get("next") if rng.random() < GUESS_PROBABILITY else None
             answer = reply.get("value", guess)
             if answer is not None:
-                pieces.append(TaughtText(answer_text(answer) + END_OF_TURN, True))
+                pieces.append(_TaughtText(answer_text(answer) + END_OF_TURN, True))
                 break
         return pieces
 
-
-def make_drill(rng: random.Random, num_words: int = 8) -> list[TaughtText]:
-    """Quoted words that the model must write once more; without this drill, some seeds never learn to copy."""
-    syllables = rng.sample(SYLLABLES, 2 * num_words)
-    words = " ".join(f'"{a}{b}"' for a, b in zip(syllables[::2], syllables[1::2], strict=True))
-    return [TaughtText(words + "\n", False), TaughtText(words + END_OF_TURN, True)]
+    def drill(self, rng: random.Random, num_words: int = 8) -> list[_TaughtText]:
+        """Quoted words that the model must write once more; without this drill, some seeds never learn to copy."""
+        syllables = rng.sample(SYLLABLES, 2 * num_words)
+        words = " ".join(f'"{a}{b}"' for a, b in zip(syllables[::2], syllables[1::2], strict=True))
+        return [_TaughtText(words + "\n", False), _TaughtText(words + END_OF_TURN, True)]
 
 
 def _learning_rate_factors(num_steps: int, decay_share: float) -> Iterator[float]:
@@ -178,7 +177,7 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -
         group["lr"] = learning_rate
 
 
-def _encode(tokenizer: Any, batch: Sequence[Sequence[TaughtText]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(tokenizer: Any, batch: Sequence[Sequence[_TaughtText]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and next-token targets, [B, T] each and padded on the right; `NO_TARGET` where nothing is learned."""
     encoded = iter(tokenizer([p.text for pieces in batch for p in pieces], add_special_tokens=False)["input_ids"])
     inputs, targets = [], []

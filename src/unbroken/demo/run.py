@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
@@ -26,6 +24,7 @@ from unbroken.retokenising.changes import Cause
 from unbroken.retokenising.comparison import Retokenised, TemplateTexts, compare_trajectory, count_changed
 from unbroken.retokenising.ratios import score_rollouts
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.diagnosis.evidence import Numbers, read_steps
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.settings import describe
@@ -65,7 +64,7 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
     )
     tokenizer = load_tokenizer(model)
     texts = TemplateTexts(tokenizer=tokenizer, template_renderer=TemplateRenderer(tokenizer))
-    retokenised = [compare(texts, trajectory) for trajectory in trained.rollouts]
+    retokenised = [_compare(texts, trajectory) for trajectory in trained.rollouts]
     steps = read_steps(config.output)
     before, after = (line["reward/mean"] for line in read_evaluations(config.output))
     result = DemoResult(
@@ -85,7 +84,7 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
     return result
 
 
-def compare(texts: TemplateTexts, trajectory: Trajectory) -> Retokenised:
+def _compare(texts: TemplateTexts, trajectory: Trajectory) -> Retokenised:
     """Compare a rollout with what the usual pipeline makes of it. The demo's template refuses no conversation."""
     found = compare_trajectory(texts, trajectory)
     assert found is not None
@@ -134,13 +133,7 @@ async def _compare_retokenised(rollouts: Sequence[Retokenised], engine: Engine) 
     )
 
 
-def read_steps(output: Path) -> list[dict[str, float | None]]:
-    """The logged metrics of each step."""
-    lines = (output / "metrics" / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def _sum_counters(steps: Sequence[dict[str, float | None]]) -> dict[str, int]:
+def _sum_counters(steps: Sequence[Numbers]) -> dict[str, int]:
     """The number of events of the whole training, by `event/reason`."""
     total: Counter[str] = Counter()
     for metrics in steps:

@@ -58,7 +58,7 @@ class HttpEngine:
     takes_structured_output = True
     """Its servers decide."""
 
-    def __init__(self, servers: Failover) -> None:
+    def __init__(self, servers: _Failover) -> None:
         facts = servers.facts
         self.context_length = facts.context_length
         self.vocab_size = facts.vocab_size
@@ -315,7 +315,7 @@ class HttpEngine:
 
 async def _connect(
     base_urls: Sequence[str], access: ServerAccess, *, wait_s: float, vocab_size: int | None
-) -> Failover:
+) -> _Failover:
     """Connect to all of these servers; raises as `HttpEngine.connect`."""
     clients: list[EngineServer] = []
     try:
@@ -337,7 +337,7 @@ async def _connect(
         raise
     members = dict(zip(base_urls, clients, strict=True))
     newest = max(facts.policy_version for facts in found)
-    return Failover(members, access=access, facts=common.pop(), policy_version=newest)
+    return _Failover(members, access=access, facts=common.pop(), policy_version=newest)
 
 
 async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> list[str]:
@@ -411,7 +411,7 @@ class _Abort:
             self._waiting = None
 
 
-class Failover:
+class _Failover:
     """The servers, and which a conversation goes to: its own, unless that could not be reached or has old weights.
 
     As `Members` of a directory, they come and go.

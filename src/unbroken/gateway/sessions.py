@@ -36,7 +36,7 @@ KEY_PREFIX = "ub-session-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewSession:
+class _NewSession:
     """A new session and its key, which is shown only here."""
 
     record: SessionRecord
@@ -60,7 +60,7 @@ class Sessions:
         self._writer: SessionWriter | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def create(self, settings: SessionSettings, *, ttl_s: float | None) -> NewSession:
+    async def create(self, settings: SessionSettings, *, ttl_s: float | None) -> _NewSession:
         """Create a session.
 
         Raises:
@@ -98,7 +98,7 @@ class Sessions:
                 self._add_live(record, SessionState())
         finally:
             self._num_creating -= 1
-        return NewSession(record=record, api_key=api_key)
+        return _NewSession(record=record, api_key=api_key)
 
     async def find_by_key(self, api_key: str) -> str | None:
         """Find the session of a key; None if it is no session's."""

@@ -73,7 +73,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class _Planned:
     """A turn with its numbers: the commit for the store, and what memory holds besides."""
 
     commit: TurnCommit
@@ -122,7 +122,7 @@ class SessionState:
         self._last_tools = None if spelled is None else (spelled, key)
         return key
 
-    def plan(self, session_id: str, answered: Answered, *, created_s: float) -> Planned:
+    def plan(self, session_id: str, answered: Answered, *, created_s: float) -> _Planned:
         """Give a turn its numbers. Nothing else may be planned until this is applied or given up."""
         match, prompt, tools_key = answered.match, answered.prompt, answered.settings.tools
         parsed = answered.reply.parsed
@@ -166,11 +166,11 @@ class SessionState:
                 {} if answered.conversation is None else {answered.conversation: {"answer_id": answered.answer_id}}
             ),
         )
-        return Planned(
+        return _Planned(
             commit=commit, messages=messages, given=given, parsed=parsed, prompt=prompt, settings=answered.settings
         )
 
-    def apply(self, planned: Planned) -> None:
+    def apply(self, planned: _Planned) -> None:
         """Record a planned turn, which is on disk."""
         (turn,) = planned.commit.turns
         self.tools.update(planned.commit.tools)
@@ -243,7 +243,7 @@ class SessionState:
 
     def _find_new_images(self, messages: Sequence[Message], given: GivenIds | None) -> dict[str, bytes]:
         """The files of the images in new messages and ids that are not recorded, by SHA-256."""
-        images = [*list_images(messages), *(span.image for span in (given.images if given else ()))]
+        images = [*_list_images(messages), *(span.image for span in (given.images if given else ()))]
         return {image.sha256: image.data for image in images if image.sha256 not in self.images}
 
     def _find_new_ids(self, prompt: Prompt) -> tuple[GivenIds | None, Position]:
@@ -375,7 +375,7 @@ def _from_given_record(record: GivenRecord, load_image: LoadImage) -> GivenIds:
     )
 
 
-def list_images(messages: Sequence[Message]) -> list[EncodedImage]:
+def _list_images(messages: Sequence[Message]) -> list[EncodedImage]:
     """The images of messages, in order."""
     parts = [part for message in messages for part in _get_parts(message) if part["type"] in IMAGE_TYPES]
     sources = [get_image_source(part) for part in parts]

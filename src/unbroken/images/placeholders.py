@@ -84,19 +84,6 @@ def check_expansion(sent: TokenIds, reported: TokenIds, spans: Sequence[ImageSpa
             )
 
 
-def check_image_ids(ids: TokenIds, span: ImageSpan, own: TokenIds, *, name: str) -> None:
-    """Raise `EchoError` if the ids at a span differ from `own`, the ids that a processor makes of its image (I3).
-
-    Comparing whole prompts is not enough: it misses two adjacent images whose lengths are swapped.
-    """
-    if not np.array_equal(ids[span.offset : span.stop], own):
-        others = "others, " if span.length == len(own) else ""
-        raise EchoError(
-            f"{name} (sha256 {span.sha256[:12]}..., settings {span.settings}) has {span.length} ids in the prompt that "
-            f"was sent and {others}{len(own)} in the engine's, at {span.offset}: the processors disagree"
-        )
-
-
 def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: int, name: str) -> list[tuple[int, int]]:
     """Find [start, stop) of each image in `ids`."""
     one_each = np.count_nonzero(ids == placeholder_id) == len(expanded)

@@ -345,7 +345,7 @@ class TerminalTasks:
         self._config = config
         self._max_attempt_s = max_attempt_s
 
-    def rows(self, *, evaluation: bool) -> TerminalRows:
+    def rows(self, *, evaluation: bool) -> _TerminalRows:
         """Read the tasks.
 
         Raises:
@@ -355,7 +355,7 @@ class TerminalTasks:
         tasks = [self._read(folder) for folder in folders]
         for task in tasks:
             self._check_time(task)
-        return TerminalRows(tasks)
+        return _TerminalRows(tasks)
 
     def _find_evaluated(self) -> list[Path]:
         config = self._config
@@ -384,7 +384,7 @@ class TerminalTasks:
             )
 
 
-class TerminalRows:
+class _TerminalRows:
     """Tasks as rows."""
 
     def __init__(self, tasks: Sequence[_RunnableTask]) -> None:

@@ -38,7 +38,7 @@ from unbroken.messages import Message, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageNode:
+class _MessageNode:
     """One recorded message."""
 
     number: int
@@ -114,7 +114,7 @@ class Forest:
     """The messages of one session. Nodes are never changed or removed."""
 
     def __init__(self) -> None:
-        self._nodes: list[MessageNode] = []
+        self._nodes: list[_MessageNode] = []
         self._children: dict[tuple[int | None, bytes], list[int]] = {}
         self._children_of: dict[int | None, list[int]] = {}
         self._settings: dict[int, TurnSettings] = {}
@@ -128,7 +128,7 @@ class Forest:
         """Whether a text that lists the calls of a reply is that reply."""
 
     @property
-    def nodes(self) -> Sequence[MessageNode]:
+    def nodes(self) -> Sequence[_MessageNode]:
         """All messages, oldest first."""
         return self._nodes
 
@@ -150,9 +150,9 @@ class Forest:
         for name, values in find_defaults(tools).items():
             self._defaults.setdefault(name, set()).update(values)
 
-    def get_path(self, node: int | None) -> list[MessageNode]:
+    def get_path(self, node: int | None) -> list[_MessageNode]:
         """The nodes from the first message of a conversation to `node`."""
-        path: list[MessageNode] = []
+        path: list[_MessageNode] = []
         while node is not None:
             path.append(self._nodes[node])
             node = self._nodes[node].parent
@@ -248,7 +248,7 @@ class Forest:
         if before is None:
             self._num_conversations += 1
         self._nodes.append(
-            MessageNode(
+            _MessageNode(
                 number=number,
                 parent=parent,
                 message=message,
@@ -343,7 +343,7 @@ class Forest:
             if self._nodes[child].turn is not None and follows_beginning(form, self._nodes[child].form, [before.form])
         ]
 
-    def _list_replies(self, level: Sequence[_RecordedPath]) -> list[tuple[_RecordedPath, MessageNode]]:
+    def _list_replies(self, level: Sequence[_RecordedPath]) -> list[tuple[_RecordedPath, _MessageNode]]:
         """The replies after a level."""
         children = [(reached, self._nodes[k]) for reached in level for k in self._children_of.get(reached.node, ())]
         return [(reached, node) for reached, node in children if node.turn is not None]
@@ -371,7 +371,7 @@ class Forest:
 
 
 def _reach(
-    reached: _RecordedPath, node: MessageNode, tolerances: Set[Tolerance], *, num_joined: int = 0
+    reached: _RecordedPath, node: _MessageNode, tolerances: Set[Tolerance], *, num_joined: int = 0
 ) -> _RecordedPath:
     """A path with one message more, which is `node`, and `num_joined` nodes before it."""
     return _RecordedPath(
@@ -401,7 +401,7 @@ def digest_history(keys: Sequence[bytes]) -> bytes:
     return digest.digest()
 
 
-def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | None:
+def _compare(form: MessageForm, node: _MessageNode) -> frozenset[Tolerance] | None:
     """The tolerances under which a message with the key of a node is that node's; None if it is another message."""
     if node.turn is not None:
         return compare_reply(form, node.form)
@@ -413,7 +413,7 @@ def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | Non
 
 
 def _restore_call_ids(
-    messages: Sequence[Message], forms: Sequence[MessageForm], path: Sequence[MessageNode], num_sent: int
+    messages: Sequence[Message], forms: Sequence[MessageForm], path: Sequence[_MessageNode], num_sent: int
 ) -> list[Message]:
     """The messages after the first `num_sent`; a tool message answers a recorded call under the id that is recorded."""
     restored: list[Message] = []
@@ -427,7 +427,7 @@ def _restore_call_ids(
     return restored
 
 
-def _find_caller(path: Sequence[MessageNode], forms: Sequence[MessageForm], number: int) -> MessageNode:
+def _find_caller(path: Sequence[_MessageNode], forms: Sequence[MessageForm], number: int) -> _MessageNode:
     """The node of a message with calls, which is number `number` of those that were sent."""
     if len(path) == len(forms):
         return path[number]
@@ -552,7 +552,7 @@ def _continues(walk: Walk, kept: Walk) -> bool:
     return walk.messages[0] is kept.messages[0] and walk.messages[number - 1] is kept.messages[-1]
 
 
-def _explain_other_reply(*, is_first: bool, recorded: Sequence[MessageNode], has_reply: bool) -> ForkReason:
+def _explain_other_reply(*, is_first: bool, recorded: Sequence[_MessageNode], has_reply: bool) -> ForkReason:
     """Why new messages have a reply that was not delivered; `recorded` are the messages in their place.
 
     The reply `is_first` of them, or comes after messages that differ before it.

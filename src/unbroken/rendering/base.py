@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.errors import InvariantError
 from unbroken.messages import Message, ToolSchema
 from unbroken.threads import DaemonThreads
 from unbroken.types import ImageSpan, TokenIds, token_ids
@@ -77,15 +77,6 @@ class HistoryPolicy(StrEnum):
     REPEAT_SYSTEM = "repeat_system"
     """As `EXACT`, also where the template moves a system text behind the turn, as Mistral's do with each question: the
     bridge repeats it, and the model reads it in both places."""
-
-
-def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
-    """Get a policy by name. Raises `InvalidInputError` for an unknown one."""
-    try:
-        return HistoryPolicy(value)
-    except ValueError:
-        names = [policy.value for policy in HistoryPolicy]
-        raise InvalidInputError(f"history must be one of {names}, got {value!r}") from None
 
 
 class HistoryEffect(StrEnum):

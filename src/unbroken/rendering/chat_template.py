@@ -334,33 +334,3 @@ def _to_json(
 ) -> str:
     """Write JSON as transformers does: without HTML's escapes, and with the options of `json.dumps`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def get_template_source(own: str | Mapping[str, str] | None, chat_template: str | None) -> str:
-    """Get the text of `chat_template`, a template or the name of one of a tokenizer's `own`; its default for None.
-
-    Raises:
-        TemplateError: the tokenizer has no such template.
-    """
-    named = own if isinstance(own, Mapping) else {}
-    if chat_template is not None:
-        if chat_template not in named and "{" not in chat_template:
-            raise TemplateError(
-                f"chat_template must be the text of a template or the name of one of the tokenizer's {sorted(named)}, "
-                f"got {chat_template[:80]!r}"
-            )
-        return named.get(chat_template, chat_template)
-    source = named.get("default") if isinstance(own, Mapping) else own
-    if source is None:
-        known = f"one of {sorted(named)}" if named else "the text of a template"
-        why = (
-            "Cannot use chat template functions because tokenizer.chat_template is not set and no template argument "
-            "was passed"
-            if own is None
-            else "This model has multiple chat templates with no default specified"
-        )
-        raise TemplateError(
-            f"the tokenizer has no chat template to use: give {known} as chat_template=, or set "
-            f"tokenizer.chat_template ({why})"
-        )
-    return source

@@ -12,13 +12,13 @@ text of its message, so that a template which leaves out, repeats or moves image
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from unbroken.errors import InvalidInputError, MessagesError, TemplateError
+from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.images.loader import find_image_parts
 from unbroken.images.placeholders import fill_places
 from unbroken.images.processor import ImageInputs
@@ -27,9 +27,6 @@ from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 from unbroken.types.arrays import freeze
-
-_MAX_RENDERED_AGAIN = 16
-"""The most messages to render again in search of those whose images a template leaves out."""
 
 
 class PlaceholderError(Exception):
@@ -47,7 +44,7 @@ class MessageImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedImages:
+class _PlacedImages:
     """Encoded text with its images expanded."""
 
     token_ids: TokenIds
@@ -79,7 +76,7 @@ def load_images(
 
 def place_images(
     ids: TokenIds, message_indices: TokenIds, images: Sequence[MessageImage], inputs: ImageInputs | None
-) -> PlacedImages:
+) -> _PlacedImages:
     """Expand each placeholder in `ids` [T'] to the ids of its image.
 
     Raises:
@@ -87,13 +84,13 @@ def place_images(
         ImageError: the processor refuses an image or the settings.
     """
     if inputs is None:
-        return PlacedImages(token_ids=freeze(ids), message_indices=message_indices, images=())
+        return _PlacedImages(token_ids=freeze(ids), message_indices=message_indices, images=())
     processor, settings = inputs.processor, inputs.settings
     positions = np.flatnonzero(ids == processor.placeholder_id).tolist()
     if len(positions) != len(images):
         raise PlaceholderError(f"the chat template writes {len(positions)} image placeholders for {len(images)} images")
     if not images:
-        return PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
+        return _PlacedImages(token_ids=token_ids(ids), message_indices=message_indices, images=())
     _check_places(positions, message_indices, images)
     expanded = [processor.expand(image.image, settings, name=image.place) for image in images]
     lengths = np.ones(len(ids), dtype=np.int64)
@@ -108,7 +105,7 @@ def place_images(
         placeholder_id=processor.placeholder_id,
         settings=settings,
     )
-    return PlacedImages(token_ids=placed, message_indices=np.repeat(owners, lengths), images=spans)
+    return _PlacedImages(token_ids=placed, message_indices=np.repeat(owners, lengths), images=spans)
 
 
 def replace_images_by_files(messages: Sequence[Message], images: Sequence[MessageImage]) -> list[Message]:
@@ -134,28 +131,6 @@ def find_placeholder(inputs: ImageInputs | None, control: AddedTokens) -> str | 
             "tokenizer's special tokens, because messages could spell it otherwise"
         )
     return text
-
-
-def describe_left_out_images(
-    text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
-) -> str:
-    """Name, for an error, the message with fewer or more placeholders in `text` than images; empty if none is found.
-
-    Each message is rendered again without its images: the placeholders that are missing then are its own.
-    """
-    with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
-    for position in with_images[:_MAX_RENDERED_AGAIN]:
-        content = messages[position]["content"]
-        texts = [part for part in content if part["type"] == "text"]
-        silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
-        try:
-            without = render([*messages[:position], silent, *messages[position + 1 :]])
-        except TemplateError:
-            continue
-        num_written = text.count(placeholder) - without.count(placeholder)
-        if num_written != len(content) - len(texts):
-            return f": {num_written} for the {len(content) - len(texts)} of messages[{position}]"
-    return ""
 
 
 def _parts_with_files(position: int, content: Any, loaded: Mapping[str, EncodedImage]) -> list[Any]:

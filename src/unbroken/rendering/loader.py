@@ -67,7 +67,7 @@ def load_renderer(
     no_images_because = "the model takes none"
     if images is None:
         try:
-            images = load_image_inputs(tokenizer.model)
+            images = _load_image_inputs(tokenizer.model)
         except InvalidInputError as error:  # text works without it; an image raises this reason
             no_images_because = str(error)
     renderer = TemplateRenderer(
@@ -85,7 +85,7 @@ def load_renderer(
     return renderer
 
 
-def load_image_inputs(model: str | Path | None) -> ImageInputs | None:
+def _load_image_inputs(model: str | Path | None) -> ImageInputs | None:
     """Load the image processor of a model's folder or hub name; None for a text model, and without a model.
 
     Raises:

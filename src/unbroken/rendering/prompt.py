@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import marshal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +29,15 @@ from unbroken.rendering.encoding.marks import (
     find_outside_strings,
     mark_messages,
     mark_suspicious_strings,
-    read_marks,
+    remove_marks,
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
-from unbroken.rendering.images import (
-    MessageImage,
-    PlaceholderError,
-    describe_left_out_images,
-    find_placeholder,
-    load_images,
-    place_images,
-)
+from unbroken.rendering.images import MessageImage, PlaceholderError, find_placeholder, load_images, place_images
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.threads import RendererLock
 
+_MAX_RENDERED_AGAIN = 16
+"""The most messages to render again in search of those whose images a template leaves out."""
 _ALWAYS_WRITTEN = KNOWN_ROLES - {"developer"}
 """Roles that every template knows; a message of another one may be left out."""
 _MAX_CHARACTERS = 2**25
@@ -190,7 +185,7 @@ class PromptRenderer:
             placed = place_images(encoding.token_ids, encoding.message_indices, loaded, images)
         except PlaceholderError as error:
             placeholder = find_placeholder(images, self._encoder.control) or ""
-            where = describe_left_out_images(text, converted, placeholder, functools.partial(render, tools=tools))
+            where = _describe_left_out_images(text, converted, placeholder, functools.partial(render, tools=tools))
             raise TemplateError(f"{error}{where}. Use a template that takes images where they are") from None
         return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
 
@@ -212,7 +207,7 @@ class PromptRenderer:
             )
         except TemplateError:
             return None
-        return read_marks(marked, text)
+        return _read_marks(marked, text)
 
     def _check_harmless(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> None:
         for string in find_outside_strings(messages, tools):
@@ -236,3 +231,31 @@ def _check_roles_are_written(messages: Sequence[Message], spans: Sequence[Span])
                 f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
                 f"the message out. Usual roles are {sorted(_ALWAYS_WRITTEN)}"
             )
+
+
+def _read_marks(marked: str, plain: str) -> list[Span] | None:
+    """Find the spans of marked text in `plain`, in order; None if the template treated marked text differently."""
+    read = remove_marks(marked)
+    return read[1] if read is not None and read[0] == plain else None
+
+
+def _describe_left_out_images(
+    text: str, messages: Sequence[Mapping[str, Any]], placeholder: str, render: Callable[[Sequence[Any]], str]
+) -> str:
+    """Name, for an error, the message with fewer or more placeholders in `text` than images; empty if none is found.
+
+    Each message is rendered again without its images: the placeholders that are missing then are its own.
+    """
+    with_images = [k for k, message in enumerate(messages) if has_images(message["content"])]
+    for position in with_images[:_MAX_RENDERED_AGAIN]:
+        content = messages[position]["content"]
+        texts = [part for part in content if part["type"] == "text"]
+        silent = {**messages[position], "content": texts or [{"type": "text", "text": ""}]}
+        try:
+            without = render([*messages[:position], silent, *messages[position + 1 :]])
+        except TemplateError:
+            continue
+        num_written = text.count(placeholder) - without.count(placeholder)
+        if num_written != len(content) - len(texts):
+            return f": {num_written} for the {len(content) - len(texts)} of messages[{position}]"
+    return ""

@@ -27,11 +27,10 @@ from unbroken.rendering.base import (
     Refusal,
     RenderedPrompt,
     ResponseReader,
-    parse_history_policy,
 )
 from unbroken.rendering.bridge.builder import BridgeBuilder
 from unbroken.rendering.bridge.glue import GlueFinder
-from unbroken.rendering.chat_template import ChatTemplate, TemplateLimits, get_template_source
+from unbroken.rendering.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.facts import TemplateFacts, probe_template
@@ -91,7 +90,7 @@ class TemplateRenderer:
             InvalidInputError: the tokenizer is not a fast one, a stop id is not in its vocabulary, the placeholder of
                 images is not one of its control tokens, or the history policy or parser is unknown.
         """
-        policy = parse_history_policy(history)
+        policy = _parse_history_policy(history)
         tokenizer = TokenizerFacts.of(tokenizer)
         self._lock = RendererLock()
         self._threads = DaemonThreads(1)
@@ -100,7 +99,7 @@ class TemplateRenderer:
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
         find_placeholder(images, self._encoder.control)
-        source = get_template_source(tokenizer.chat_template, chat_template)
+        source = _get_template_source(tokenizer.chat_template, chat_template)
         variables = {**tokenizer.special_tokens, **(template_kwargs or {})}
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         self._facts = probe_template(self._template, tokenizer, self._encoder.control, stop_token_ids)
@@ -352,3 +351,42 @@ class TemplateRenderer:
             add_generation_prompt=add_generation_prompt,
             no_images_because=self._no_images_because,
         )
+
+
+def _parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
+    """Get a policy by name. Raises `InvalidInputError` for an unknown one."""
+    try:
+        return HistoryPolicy(value)
+    except ValueError:
+        names = [policy.value for policy in HistoryPolicy]
+        raise InvalidInputError(f"history must be one of {names}, got {value!r}") from None
+
+
+def _get_template_source(own: str | Mapping[str, str] | None, chat_template: str | None) -> str:
+    """Get the text of `chat_template`, a template or the name of one of a tokenizer's `own`; its default for None.
+
+    Raises:
+        TemplateError: the tokenizer has no such template.
+    """
+    named = own if isinstance(own, Mapping) else {}
+    if chat_template is not None:
+        if chat_template not in named and "{" not in chat_template:
+            raise TemplateError(
+                f"chat_template must be the text of a template or the name of one of the tokenizer's {sorted(named)}, "
+                f"got {chat_template[:80]!r}"
+            )
+        return named.get(chat_template, chat_template)
+    source = named.get("default") if isinstance(own, Mapping) else own
+    if source is None:
+        known = f"one of {sorted(named)}" if named else "the text of a template"
+        why = (
+            "Cannot use chat template functions because tokenizer.chat_template is not set and no template argument "
+            "was passed"
+            if own is None
+            else "This model has multiple chat templates with no default specified"
+        )
+        raise TemplateError(
+            f"the tokenizer has no chat template to use: give {known} as chat_template=, or set "
+            f"tokenizer.chat_template ({why})"
+        )
+    return source

@@ -78,7 +78,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alignment:
+class _Alignment:
     """The gaps between two sequences, in order; everything else is equal."""
 
     gaps: tuple[Gap, ...]
@@ -197,7 +197,7 @@ def _remove_space(text: str) -> str:
     return "".join(text.split())
 
 
-def align(before: Sequence[int], after: Sequence[int]) -> Alignment:
+def align(before: Sequence[int], after: Sequence[int]) -> _Alignment:
     """Align two sequences of ids.
 
     Worked example: `1 2 3 4` and `1 9 4 5` have two gaps: `2 3` became `9`, and after `4` nothing became `5`.
@@ -206,7 +206,7 @@ def align(before: Sequence[int], after: Sequence[int]) -> Alignment:
     longest = min(len(before), len(after)) - start
     end = min(_count_shared(before[::-1], after[::-1]), longest)
     middle, other = before[start : len(before) - end], after[start : len(after) - end]
-    return Alignment(
+    return _Alignment(
         gaps=tuple(
             Gap(before=(start + i, start + j), after=(start + k, start + m)) for i, j, k, m in _find_gaps(middle, other)
         )

@@ -25,19 +25,6 @@ def must_propagate(error: BaseException) -> bool:
     return isinstance(error, (KeyboardInterrupt, GeneratorExit))
 
 
-def is_connection_failure(error: BaseException) -> bool:
-    """Whether an exception, or a cause of it, says that a connection failed or took too long: a later try may succeed.
-
-    Clients of HTTP raise their own exceptions from such a cause. An `OSError` of a file is not meant: it has a name.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.filename is None:  # ConnectionError and TimeoutError are kinds of it
-            return True
-        seen = seen.__cause__
-    return False
-
-
 def unwrap_group(error: BaseException) -> BaseException:
     """Return the only exception of a group, as a task group raises it; any other error is returned as it is."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
 from unbroken.counters import Counters, Event, add_effort
@@ -30,7 +31,7 @@ from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given, count_prompt
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.thinking import ThinkingBound
-from unbroken.rollout.tools import CutReason, cut_tool_result
+from unbroken.rollout.tools import cut_tool_result
 from unbroken.rollout.trajectory import (
     CallTime,
     CloseFailure,
@@ -485,7 +486,7 @@ class _Conversation:
         messages = copy_containers(list(outcome.messages))
         if not isinstance(outcome, EnvStart):
             num_cut = sum(cut_tool_result(message, self._max_result_chars) for message in messages)
-            self._counters.count(Event.CUT, CutReason.TOOL_RESULT, num_cut)
+            self._counters.count(Event.CUT, _CutReason.TOOL_RESULT, num_cut)
         if isinstance(outcome, Continue):
             self.messages.extend(messages)
             for status in outcome.tool_errors:
@@ -567,3 +568,10 @@ async def _run_in_renderer_thread(renderer: Renderer, function: Callable[[], _T]
 def _copy_parse(parsed: ParsedResponse) -> ParsedResponse:
     calls = tuple(replace(call, arguments=copy_containers(call.arguments)) for call in parsed.tool_calls)
     return replace(parsed, tool_calls=calls)
+
+
+class _CutReason(StrEnum):
+    """What was cut. The names are metrics and must stay stable."""
+
+    TOOL_RESULT = "tool_result"
+    """By `Limits.max_result_chars`."""

@@ -259,13 +259,6 @@ def _to_part(item: Any) -> ContentPart:
     return {"type": "text", "text": text}
 
 
-class CutReason(StrEnum):
-    """What was cut. The names are metrics and must stay stable."""
-
-    TOOL_RESULT = "tool_result"
-    """By `Limits.max_result_chars`."""
-
-
 def cut_tool_result(message: Message, max_chars: int | None) -> bool:
     """Cut the text of a tool message to `max_chars` characters, in place; returns whether that was needed.
 

@@ -91,7 +91,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
         from unbroken.runs.evaluate import evaluate_task
 
         report = evaluate_task(
-            str(write_task(output, " ".join(arguments.task))),
+            str(_write_task(output, " ".join(arguments.task))),
             options,
             Console(stderr=True, markup=False),
             models=[arguments.model or arguments.url],
@@ -100,7 +100,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
         )
     except ModuleNotFoundError as error:
         raise missing_extra(error, "running an agent needs the train extra", "train") from error
-    print(describe_rollout(read_rollout(output), output, model=report["models"][0]["name"]))
+    print(describe_rollout(_read_rollout(output), output, model=report["models"][0]["name"]))
     return 0
 
 
@@ -111,7 +111,7 @@ def _join(own: Mapping[str, str], others: Sequence[str]) -> list[str]:
     return [word for pair in {**own, **defaults}.items() for word in pair] + list(others)
 
 
-def write_task(output: Path, task: str) -> Path:
+def _write_task(output: Path, task: str) -> Path:
     """Write the data set of a task; raises `InvalidInputError` if the folder has another one."""
     from unbroken.runs.folder import TASK_FILE
 
@@ -127,7 +127,7 @@ def write_task(output: Path, task: str) -> Path:
     return file
 
 
-def read_rollout(output: Path) -> tuple[Path, dict[str, Any]]:
+def _read_rollout(output: Path) -> tuple[Path, dict[str, Any]]:
     """The file of the only rollout of an output, and its record."""
     from unbroken.runs.collector import DEFAULT_SET
     from unbroken.runs.evaluation.evaluator import FOLDER

@@ -62,7 +62,7 @@ def add_sampler_parser(commands: Any) -> None:
     sampler.add_argument("--wait-s", type=float, default=600.0, help="how long to wait for the trainer (600)")
     sampler.add_argument("--exit-with-parent", action="store_true", help="leave signals, and the end, to the parent")
     _add_recipe(sampler)
-    sampler.set_defaults(run=run_sampler, parser=sampler, advice="; the trainer gives its groups to other samplers")
+    sampler.set_defaults(run=_run_sampler, parser=sampler, advice="; the trainer gives its groups to other samplers")
 
 
 _EVAL_FIELDS = (
@@ -169,17 +169,6 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compare each engine's policy with transformers' own pass of the model before it is evaluated (default: "
         "if the engine is in this process, and the model's float32 weights have up to 8 GB or room on a GPU)",
-    )
-
-
-def add_check_argument(serve: argparse.ArgumentParser) -> None:
-    """Add `--check` to the options of `unbroken serve`."""
-    serve.add_argument(
-        "--check",
-        action="store_true",
-        dest="checks_policy",
-        help="before it serves, compare the engine's logprobs with transformers' own pass of the model, in float32 on "
-        "a GPU with room or on the CPU: ends with both numbers if they have two policies (I9)",
     )
 
 
@@ -425,17 +414,17 @@ def _run_verify(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         if arguments.model is not None or arguments.processes > 1:
             arguments.parser.error("--model and --processes must be left out with --against, which reads files only")
-        from unbroken.runs.compare import compare_runs, format_comparison
+        from unbroken.runs.compare import compare_runs
 
         found = compare_runs(folder, arguments.against)
-        text, is_good = format_comparison(found, folder, arguments.against), found.difference is None
+        text, is_good = found.describe(folder, arguments.against), found.difference is None
     else:
         try:
-            from unbroken.runs.verify import format_verification, verify_run
+            from unbroken.runs.verify import verify_run
         except ModuleNotFoundError as error:
             raise missing_extra(error, "verify needs the train extra", "train") from error
         found = verify_run(folder, model=arguments.model, num_processes=arguments.processes)
-        text, is_good = format_verification(found, folder), found.is_verified
+        text, is_good = found.describe(folder), found.is_verified
     print(json.dumps(asdict(found), indent=1) if arguments.json else text)
     return 0 if is_good else 1
 
@@ -513,7 +502,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_sampler(arguments: argparse.Namespace) -> int:
+def _run_sampler(arguments: argparse.Namespace) -> int:
     """Sample for a trainer until it ends; returns the exit status."""
     _, settings = take_preflight(_read_recipe(arguments))  # the trainer's options, and it has made the preflight
     own_key = os.environ.pop(SAMPLER_KEY, None)  # programs that rollouts start do not get it
@@ -527,7 +516,7 @@ def run_sampler(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.runs.config import parse_address, read_key
         from unbroken.runs.recipe import SamplerRole
-        from unbroken.runs.training import run_sampler as run
+        from unbroken.runs.training import run_sampler
 
         key = read_key(arguments.key_file, field="--key-file") or own_key
         if not key:
@@ -539,7 +528,7 @@ def run_sampler(arguments: argparse.Namespace) -> int:
             wait_s=arguments.wait_s,
             ends_with_parent=arguments.exit_with_parent,
         )
-        run(arguments.recipe, settings, role)
+        run_sampler(arguments.recipe, settings, role)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "a sampler needs the train extra", "train") from error
     return 0

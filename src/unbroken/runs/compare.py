@@ -31,7 +31,7 @@ _OF_SCORED_ROW = ("trainer_logprobs",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunComparison:
+class _RunComparison:
     """How far two runs are the same."""
 
     num_equal: int
@@ -41,8 +41,15 @@ class RunComparison:
     difference: str | None
     """What differs first; None if all steps are equal."""
 
+    def describe(self, folder: Path, other: Path) -> str:
+        """The report, for a terminal."""
+        lines = [f"{folder} and {other}: {self.num_equal} steps are equal from the first on"]
+        lines += [f"  setting: {each}" for each in self.settings]
+        lines.append(f"  first difference: {self.difference}" if self.difference else "  no difference")
+        return "\n".join(lines)
 
-def compare_runs(folder: Path, other: Path) -> RunComparison:
+
+def compare_runs(folder: Path, other: Path) -> _RunComparison:
     """Compare two runs; raises `InvalidInputError` if a folder is no run's, or a file of it is damaged."""
     folders = folder, other
     settings = tuple(_compare_settings(*(read_recipe(each).settings for each in folders)))
@@ -59,23 +66,15 @@ def compare_runs(folder: Path, other: Path) -> RunComparison:
         paths = [found.get((step, rank)) for found in files]
         lines = [found.get(step, {}) for found in metrics]
         if (difference := _compare_step(step, paths, lines, folders)) is not None:
-            return RunComparison(num_equal=len(equal - {step}), settings=settings, difference=difference)
+            return _RunComparison(num_equal=len(equal - {step}), settings=settings, difference=difference)
         equal.add(step)
-    return RunComparison(num_equal=len(equal), settings=settings, difference=None)
+    return _RunComparison(num_equal=len(equal), settings=settings, difference=None)
 
 
 def _compare_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys([*own, *other]):
         if not may_change(name) and own.get(name) != other.get(name):
             yield f"{name} is {own.get(name)!r} and {other.get(name)!r}"
-
-
-def format_comparison(found: RunComparison, folder: Path, other: Path) -> str:
-    """The report of a comparison."""
-    lines = [f"{folder} and {other}: {found.num_equal} steps are equal from the first on"]
-    lines += [f"  setting: {each}" for each in found.settings]
-    lines.append(f"  first difference: {found.difference}" if found.difference else "  no difference")
-    return "\n".join(lines)
 
 
 def compare_metrics(recorded: Numbers, again: Numbers) -> list[str]:

@@ -59,7 +59,7 @@ NUM_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatedModel:
+class _EvaluatedModel:
     """A model to evaluate."""
 
     name: str
@@ -109,7 +109,7 @@ def evaluate_task(
     recipe, words = open_task(task)
     given = read_options([*words, *options], recipe.section)
     key = read_key({**recipe.values, **given}.get("engine.api_key_file"), field="engine.api_key_file")
-    found = [find_model(name, tokenizer, api_key=key) for name in models]
+    found = [_find_model(name, tokenizer, api_key=key) for name in models]
     config = _configure(recipe, given, found, name=re.sub(r"\W+", "-", Path(task.partition(":")[2] or task).stem))
     own: dict[str, Any] = {
         "--model": list(models),
@@ -129,7 +129,7 @@ def evaluate_task(
             recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy,
             retokenises=retokenises, preflight=preflight,
         )  # fmt: skip
-        await evaluation.run(found or [find_model(str(model), tokenizer)])
+        await evaluation.run(found or [_find_model(str(model), tokenizer)])
 
     with lock_folder(config.output), record_process(config.output):
         run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
@@ -193,7 +193,7 @@ def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[
     return report
 
 
-def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[EvaluatedModel], *, name: str) -> RunConfig:
+def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[_EvaluatedModel], *, name: str) -> RunConfig:
     """The config of the recipe, whose `output` is that of training, with the options that are given."""
     output = Path("runs") / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     values: dict[str, Any] = {"loop.num_steps": 0, **recipe.values, "output": output}
@@ -227,7 +227,7 @@ def choose_size(
     return replace(each, num_problems=chosen, num_samples=samples)
 
 
-def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None = None) -> EvaluatedModel:
+def _find_model(name: str, tokenizer: str | None = None, *, api_key: str | None = None) -> _EvaluatedModel:
     """Find out what a model is: a server, the folder of a model, a run or a checkpoint, or a hub name.
 
     Raises:
@@ -238,10 +238,10 @@ def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None =
 
     folder = Path(name).expanduser()
     if "://" in name:
-        return EvaluatedModel(name=name, source=_find_tokenizer(name, tokenizer, api_key))
+        return _EvaluatedModel(name=name, source=_find_tokenizer(name, tokenizer, api_key))
     for each in (folder / "final", folder):
         if (each / "config.json").is_file():
-            return EvaluatedModel(name=name, folder=each, source=tokenizer or str(each.absolute()))
+            return _EvaluatedModel(name=name, folder=each, source=tokenizer or str(each.absolute()))
     try:
         if (folder / "adapter_config.json").is_file() and not (folder / "state.json").is_file():
             raise InvalidInputError("it has adapters alone; give the run's folder, or `unbroken export --merged`")
@@ -249,14 +249,14 @@ def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None =
             checkpoint = find_checkpoint(folder)
             origin = read_state(checkpoint).state.model
             source = tokenizer or origin.source
-            return EvaluatedModel(name=name, folder=checkpoint, is_checkpoint=True, source=source)
+            return _EvaluatedModel(name=name, folder=checkpoint, is_checkpoint=True, source=source)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             "--model must be the folder of a whole model (config.json), of a run, or of a checkpoint, a hub's name, or "
             f"a server's URL, got {name!r}: {str(error).partition(chr(10))[0]}"
         ) from None
     check_model_source(name, name="--model")
-    return EvaluatedModel(name=name, source=tokenizer or name)
+    return _EvaluatedModel(name=name, source=tokenizer or name)
 
 
 def _find_tokenizer(url: str, given: str | None, api_key: str | None) -> str:
@@ -293,7 +293,7 @@ class _Evaluation:
     retokenises: bool
     preflight: bool
 
-    async def run(self, models: Sequence[EvaluatedModel]) -> None:
+    async def run(self, models: Sequence[_EvaluatedModel]) -> None:
         """Evaluate each model that is not in the report, and write the report after each."""
         if join_processes().num_processes > 1:
             raise InvalidInputError("`unbroken eval` must be started as one process, without a launcher")
@@ -324,7 +324,7 @@ class _Evaluation:
         paths = {name: find_records(each).get((0, 0), each) for name, each in folders.items()}  # reading names it
         return {name: measure(read_samples(path), pass_reward=pass_reward) for name, path in paths.items()}
 
-    async def _evaluate(self, model: EvaluatedModel, label: str, folder: Path) -> dict[str, dict[str, Measure]]:
+    async def _evaluate(self, model: _EvaluatedModel, label: str, folder: Path) -> dict[str, dict[str, Measure]]:
         found: dict[str, dict[str, Measure]] = {}
         sets: dict[str, Any] = {}
         async with self._open(model, folder) as (evaluators, loaded):
@@ -358,7 +358,7 @@ class _Evaluation:
             )
             await preflight.run(self.console)
 
-    async def _retokenise(self, model: EvaluatedModel, evaluator: Evaluator) -> dict[str, Any]:
+    async def _retokenise(self, model: _EvaluatedModel, evaluator: Evaluator) -> dict[str, Any]:
         """What retokenising would have changed in the rollouts that are kept."""
         from unbroken.rendering.loader import load_renderer, load_tokenizer
 
@@ -395,7 +395,7 @@ class _Evaluation:
         return found[0]
 
     @asynccontextmanager
-    async def _open(self, model: EvaluatedModel, folder: Path) -> AsyncIterator[tuple[list[Evaluator], Any]]:
+    async def _open(self, model: _EvaluatedModel, folder: Path) -> AsyncIterator[tuple[list[Evaluator], Any]]:
         """Open the engine of a model, and make its evaluators; also yields the model, or None if it is elsewhere."""
         from unbroken.runs.samplers import SamplerOpener
 
@@ -435,7 +435,7 @@ async def check_policy(
 
 
 async def _open_engine(
-    stack: AsyncExitStack, model: EvaluatedModel, config: RunConfig, processor: Any
+    stack: AsyncExitStack, model: _EvaluatedModel, config: RunConfig, processor: Any
 ) -> tuple[Any, Any]:
     """Open the engine of a model; also returns the model itself if it is in this process, or the folder it is from."""
     from unbroken.rendering.encoding.text_codec import TextCodec

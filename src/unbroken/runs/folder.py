@@ -94,7 +94,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRecipe:
+class _StoredRecipe:
     """What the folder of a run says of its recipe."""
 
     name: str
@@ -149,7 +149,7 @@ def claim_folder(
             other files.
     """
     path = folder / _FILE
-    new = StoredRecipe(
+    new = _StoredRecipe(
         name=recipe, settings=settings, files=dict(files or {}), code=code and str(Path(code).absolute())
     )
     _check_no_other_files(folder)
@@ -178,12 +178,12 @@ def claim_folder(
     return True
 
 
-def read_recipe(folder: Path) -> StoredRecipe:
+def read_recipe(folder: Path) -> _StoredRecipe:
     """Read what the folder of a run says of its recipe; raises `InvalidInputError` if it does not say it."""
     path = folder / _FILE
     try:
         contents = read_json_file(path, max_bytes=MAX_FACTS_BYTES, is_finite=False)
-        return StoredRecipe(
+        return _StoredRecipe(
             name=contents["recipe"],
             settings=dict(contents["settings"]),
             files=dict(contents["files"]),
@@ -336,7 +336,7 @@ def _not_writable(folder: Path, error: OSError) -> InvalidInputError:
     return InvalidInputError(f"output must be a writable folder, got {folder}: {error}")
 
 
-def _write(path: Path, stored: StoredRecipe) -> None:
+def _write(path: Path, stored: _StoredRecipe) -> None:
     part = path.with_name(_PART)
     try:
         _make_folder(path.parent)

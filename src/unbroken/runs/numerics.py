@@ -75,7 +75,7 @@ _CERTAIN = -1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NumericsReport:
+class _NumericsReport:
     """Sampler against trainer, with one setting of `Numerics`."""
 
     numerics: Numerics
@@ -125,7 +125,7 @@ class Comparison:
         embedded = replace(config.engine.embedded, max_batch=max(_SLOTS, self.num_rows))
         return replace(config, trainer=trainer, engine=replace(config.engine, embedded=embedded))
 
-    async def measure(self) -> list[NumericsReport]:
+    async def measure(self) -> list[_NumericsReport]:
         """Compare with each setting: with vLLM in a separate process, for a process chooses its kernels once."""
         if self.values.get("engine.kind") is not EngineKind.COLOCATED:
             reports = []
@@ -181,7 +181,7 @@ async def sample_row(
     return row
 
 
-def make_report(reports: Sequence[NumericsReport]) -> Report:
+def make_report(reports: Sequence[_NumericsReport]) -> Report:
     """What the settings of `Numerics` were found to be."""
     exact = next(report for report in reports if report.numerics is Numerics.EXACT)
     verdict = 'exact, with trainer.numerics = "exact"' if exact.is_exact else "not exact here"
@@ -200,7 +200,7 @@ def make_report(reports: Sequence[NumericsReport]) -> Report:
     )
 
 
-def _tabulate(reports: Sequence[NumericsReport]) -> ReportTable:
+def _tabulate(reports: Sequence[_NumericsReport]) -> ReportTable:
     rows = [
         (
             f"{report.numerics:6}{way}",
@@ -215,12 +215,12 @@ def _tabulate(reports: Sequence[NumericsReport]) -> ReportTable:
     return ReportTable(columns=("sampled", "tokens", "equal", "largest difference", "k3"), rows=rows)
 
 
-def _measure_apart(comparison: Comparison, numerics: Numerics) -> NumericsReport:
+def _measure_apart(comparison: Comparison, numerics: Numerics) -> _NumericsReport:
     os.dup2(2, 1)  # vLLM's log goes to stdout, which is the report's
     return asyncio.run(_measure(comparison, numerics))
 
 
-async def _measure(comparison: Comparison, numerics: Numerics) -> NumericsReport:
+async def _measure(comparison: Comparison, numerics: Numerics) -> _NumericsReport:
     with tempfile.TemporaryDirectory(prefix="unbroken-numerics-") as folder:
         try:
             config = comparison.configure(numerics, Path(folder))
@@ -231,10 +231,10 @@ async def _measure(comparison: Comparison, numerics: Numerics) -> NumericsReport
         except InvalidInputError as error:
             if numerics is Numerics.FAST:
                 raise
-            return NumericsReport(numerics=numerics, refused=str(error), ways={})
+            return _NumericsReport(numerics=numerics, refused=str(error), ways={})
 
 
-async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, comparison: Comparison) -> NumericsReport:
+async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, comparison: Comparison) -> _NumericsReport:
     engine: Any = opened.engine
     progress = _Progress(config.trainer.numerics)
     sample = partial(sample_row, engine, config.rollouts.sampling)
@@ -274,7 +274,7 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     ways["updated"] = await _score(trainer, updated)
     progress.say_found("updated", ways["updated"])
     sampled = np.concatenate([row.rollout_logprobs[row.sampled_mask] for row in rows["together"]])
-    return NumericsReport(
+    return _NumericsReport(
         numerics=config.trainer.numerics,
         subject=f"{type(model).__name__}, {model.num_parameters():,} parameters; {type(engine).__name__}; trainer on "
         f"{model.device} in {config.precision}, {torch.get_num_threads()} threads, torch {torch.__version__}",

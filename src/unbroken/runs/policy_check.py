@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.engines.base import Engine
 from unbroken.errors import PolicyMismatchError, UnbrokenError
 from unbroken.ledger.export import export_samples
@@ -34,7 +35,6 @@ from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.progress import begin
 from unbroken.rendering.base import RenderedPrompt, Renderer
-from unbroken.routing import has_experts
 from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import EngineConfig, EngineKind, Precision, RunConfig
 from unbroken.runs.models import load_model
@@ -78,7 +78,7 @@ def choose_max_k3(config: RunConfig, engine: EngineConfig, model: Any) -> float:
     if config.trainer.max_policy_k3 is not None:
         return config.trainer.max_policy_k3
     is_quantised = _is_quantised(model, engine.options)
-    if is_quantised or engine.reuse_kv or (has_experts(model) and not config.trainer.routing_replay):
+    if is_quantised or engine.reuse_kv or (_has_experts(model) and not config.trainer.routing_replay):
         return COARSE
     is_float32 = config.precision is Precision.FLOAT32 and engine.kind is EngineKind.EMBEDDED
     return FLOAT32 if is_float32 else DENSE
@@ -89,7 +89,7 @@ def _is_quantised(model: Any, options: Sequence[str]) -> bool:
     return "quantization" in given or "fp8" in given or bool(model.config.to_dict().get("quantization_config"))
 
 
-def make_prompts(renderer: Renderer, problems: Problems | None, engine: Any, *, num: int) -> list[RenderedPrompt]:
+def _make_prompts(renderer: Renderer, problems: Problems | None, engine: Any, *, num: int) -> list[RenderedPrompt]:
     """Render `num` prompts of the run, or of `_TEXTS` where it is not known what they are before a rollout.
 
     Ids of no text take the place of those that the renderer refuses: policies can be compared on any. Blocks.
@@ -124,9 +124,18 @@ def _count_prompts(engine: Engine) -> int:
 
 
 async def sample_probes(
-    engine: Engine, prompts: Sequence[RenderedPrompt], sampling: SamplingParams, *, returns_experts: bool = False
-) -> list[TrainingSample]:
-    """Sample after each prompt: all together as a run does, then some alone, and some alone greedily."""
+    engine: Engine,
+    renderer: Renderer,
+    problems: Problems | None,
+    sampling: SamplingParams,
+    *,
+    returns_experts: bool = False,
+) -> tuple[list[RenderedPrompt], list[TrainingSample]]:
+    """Sample after prompts of a run: all together as a run does, then some alone, and some alone greedily.
+
+    Returns the prompts, and a row for each sample.
+    """
+    prompts = await asyncio.to_thread(_make_prompts, renderer, problems, engine, num=_count_prompts(engine))
     plain = SamplingParams(
         temperature=sampling.temperature or 1.0, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
         return_kept_ids=sampling.truncates, return_routed_experts=returns_experts, max_tokens=_NUM_IDS,
@@ -143,7 +152,7 @@ async def sample_probes(
                 prompt = prompts[number % len(prompts)]
                 requests.append(_make_request(prompt, f"{name}-{number}", replace(params, seed=number)))
                 results.append(await engine.sample(requests[-1]))
-    return [_make_row(request, result) for request, result in zip(requests, results, strict=True)]
+    return prompts, [_make_row(request, result) for request, result in zip(requests, results, strict=True)]
 
 
 def _make_request(prompt: RenderedPrompt, name: str, params: SamplingParams) -> SampleRequest:
@@ -224,9 +233,9 @@ class PolicyCheck:
         async with fail_together(
             self.trainer
         ):  # an engine may be gone in one process; the others would score without it
-            num = _count_prompts(engine)
-            prompts = await asyncio.to_thread(make_prompts, sampler.renderer, sampler.problems, engine, num=num)
-            rows = await sample_probes(engine, prompts, params, returns_experts=sampler.returns_experts)
+            prompts, rows = await sample_probes(
+                engine, sampler.renderer, sampler.problems, params, returns_experts=sampler.returns_experts
+            )
         found = await asyncio.to_thread(self._compare, prompts, rows)
         return _describe(found, self.name, self.max_k3, time.perf_counter() - started)
 
@@ -272,13 +281,12 @@ async def check_against_folder(
         PolicyMismatchError: they have two policies, or the model does not know the renderer's text.
     """
     started = time.perf_counter()
-    prompts = await asyncio.to_thread(make_prompts, renderer, None, engine, num=_count_prompts(engine))
-    rows = await sample_probes(engine, prompts, SamplingParams())
+    prompts, rows = await sample_probes(engine, renderer, None, SamplingParams())
     version = int(rows[0].policy_versions.max())
 
     def compare() -> tuple[Mismatch, float]:
         own = _load(model) if isinstance(model, str | Path) else model
-        max_k3 = COARSE if _is_quantised(own, options) or has_experts(own) else DENSE
+        max_k3 = COARSE if _is_quantised(own, options) or _has_experts(own) else DENSE
         scores = score_plainly(own, rows)
         logprobs = [each.logprobs[row.loss_mask] for row, each in zip(rows, scores, strict=True)]
         found = check_one_policy(rows, logprobs, policy_version=version, max_k3=max_k3)
@@ -343,3 +351,8 @@ def _describe_libraries() -> str:
         except PackageNotFoundError:
             continue
     return ", ".join(f"{name} {of}" for name, of in found.items())
+
+
+def _has_experts(model: Any) -> bool:
+    """Whether a transformers model is a mixture of experts, by its config."""
+    return DecoderConfig(model.config).num_experts > 1

@@ -70,10 +70,6 @@ class SamplerRole:
     ends_with_parent: bool = False
 
 
-class NotTrained(BaseException):
-    """`train_model` has sampled for a trainer, which ended, or evaluated: the recipe's code after it is not run."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRecipe:
     """The recipe that this process runs."""

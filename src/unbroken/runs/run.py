@@ -26,11 +26,11 @@ from unbroken.images.processor import ImageProcessor
 from unbroken.progress import begin
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import Collector, EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
-from unbroken.runs.config import EngineKind, Precision, RunConfig
+from unbroken.runs.config import EngineKind, EvaluationConfig, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
 from unbroken.runs.evaluation.evaluator import cut_evaluations
-from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
+from unbroken.runs.evaluation.schedule import Evaluations, make_evaluators
 from unbroken.runs.export.files import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.models import (
@@ -79,12 +79,12 @@ async def run(
     sets: Sequence[EvaluationSet],
     accelerator: Accelerator | None,
     curriculum: MakeCurriculum | None,
-) -> tuple[OpenRun, tuple[Trajectory, ...]]:
+) -> tuple[_OpenRun, tuple[Trajectory, ...]]:
     """Make a run, as `train_model` says; returns it, closed, with this process's rollouts of the last evaluation."""
     if curriculum is None and config.curriculum is not None:
         curriculum = load_function(config.curriculum, field="curriculum")
     accelerator = join_accelerator(config, accelerator)
-    check_sets(sets, config.evaluation)
+    _check_sets(sets, config.evaluation)
     others = [each.problems for each in sets]
     async with (
         open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as opened,
@@ -148,7 +148,7 @@ async def check_without_training(
         await _make_preflight(replace(config, output=output), opened, console)
 
 
-async def _make_preflight(config: RunConfig, run: OpenRun, console: Console) -> None:
+async def _make_preflight(config: RunConfig, run: _OpenRun, console: Console) -> None:
     """Make the preflight of a command, in its first process, for which the others wait. Other scripts have none."""
     opened = open_recipe.get()
     if opened is None or not opened.preflight:
@@ -188,7 +188,7 @@ def check_device(kind: EngineKind, accelerator: Accelerator) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRun:
+class _OpenRun:
     """What a run samples and trains with."""
 
     source: str
@@ -210,7 +210,7 @@ async def open_run(
     train_on: Problems,
     evaluate_on: Sequence[Problems],
     accelerator: Accelerator,
-) -> AsyncIterator[OpenRun]:
+) -> AsyncIterator[_OpenRun]:
     """Load `model`, open its engine, and a gateway if problems have agents; make the sampler and the trainer.
 
     Engine and gateway are closed when the block ends.
@@ -257,7 +257,7 @@ async def open_run(
         teachers = await open_teachers(stack, config, model, context_length=length, takes_images=images is not None)
         own = {"accelerator": accelerator, "images": processor, "reference": reference, "teachers": teachers}
         trainer = Trainer(policy, _choose_training(config, engine, policy), objective=config.objective, **own)
-        yield OpenRun(
+        yield _OpenRun(
             source=locate(model),
             rank=rank,
             engine=engine,
@@ -347,7 +347,7 @@ class _Training:
 
 @asynccontextmanager
 async def _open_training(
-    config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
+    config: RunConfig, run: _OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
 ) -> AsyncIterator[_Training]:
     """Prepare the output, and open what training writes and evaluates with, until the block ends."""
     output, trainer = config.output, run.trainer
@@ -422,7 +422,7 @@ class _Records:
     profiler: StepProfiler
 
 
-def _open_records(stack: ExitStack | AsyncExitStack, config: RunConfig, run: OpenRun) -> _Records:
+def _open_records(stack: ExitStack | AsyncExitStack, config: RunConfig, run: _OpenRun) -> _Records:
     """Open them until the stack is closed."""
     output, is_first = config.output, run.trainer.is_main_process
     metrics = None
@@ -451,7 +451,7 @@ def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
 
 def _make_observer(
     config: RunConfig,
-    run: OpenRun,
+    run: _OpenRun,
     records: _Records,
     check: PolicyCheck,
     models: KeptModels,
@@ -479,3 +479,12 @@ def _make_observer(
         profiler=records.profiler,
         num_processes=run.rank.num_processes,
     )
+
+
+def _check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
+    """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is not one of them."""
+    names = [each.name for each in sets]
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"name must be different for each evaluation set, got {names}")
+    if config.best_set is not None and config.best_set not in names:
+        raise InvalidInputError(f"evaluation.best_set must be one of {names}, got {config.best_set!r}")

@@ -161,7 +161,7 @@ class SamplerOpener:
             elsewhere=elsewhere,
         )
         if elsewhere is None and _have_agents(self.problems):
-            opening = open_sessions(self.config, engine=engine, model=self.source, images=images, part=self.part)
+            opening = _open_sessions(self.config, engine=engine, model=self.source, images=images, part=self.part)
             sampler = replace(sampler, sessions=await stack.enter_async_context(opening))
         return sampler
 
@@ -171,7 +171,7 @@ def _have_agents(problems: Sequence[Problems]) -> bool:
 
 
 @asynccontextmanager
-async def open_sessions(
+async def _open_sessions(
     config: RunConfig, *, engine: Engine, model: str | Path, images: ImageInputs | None, part: str
 ) -> AsyncIterator[SessionGateway]:
     """Open the gateway at `sessions.url`, or one in this process over its engine, until the block ends.

@@ -11,7 +11,7 @@ itself when it is made; nothing is changed afterwards.
 class Config:
     loop: LoopConfig = LoopConfig(num_steps=50)
 
-section_of(Config).all_fields()["loop.num_steps"]     Field(name="loop.num_steps", hint=int, default=50, doc=...)
+section_of(Config).all_fields()["loop.num_steps"]     _Field(name="loop.num_steps", hint=int, default=50, doc=...)
 
 A config class may have `elsewhere: ClassVar[Mapping[str, str]]`: names that are no settings, and for each what to do
 instead, which the error says. They are names of other packages, and fields that are for callers in Python alone.
@@ -107,14 +107,14 @@ _SECRETS = (
 """Secrets in a text, after what stays: a URL's password or parameters, a header's credentials, keys of known forms."""
 
 
-def to_json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert a value to what JSON can hold, so that equal values stay equal."""
     if dataclasses.is_dataclass(value):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float) and math.isfinite(value):
@@ -139,7 +139,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 def format_value(value: Any) -> str:
     """Write a value as the command line takes it."""
-    converted = to_json(value)
+    converted = _to_json(value)
     if isinstance(converted, str):
         return converted or '""'
     return "none" if converted is None else _format_toml(converted)
@@ -207,7 +207,7 @@ def _resolve_paths(value: Any, folder: Path | None) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class _Field:
     """A single value that can be set."""
 
     name: str
@@ -230,7 +230,7 @@ class Section:
     """The default instance, whose other fields are kept, if there is one."""
     is_optional: bool
     """Whether it is None unless one of its fields is given."""
-    fields: tuple[Field, ...]
+    fields: tuple[_Field, ...]
     sections: tuple[Section, ...]
     elsewhere: Mapping[str, str]
     """Names that are no settings, and what to do instead."""
@@ -241,7 +241,7 @@ class Section:
         for section in self.sections:
             yield from section.all_sections()
 
-    def all_fields(self) -> dict[str, Field]:
+    def all_fields(self) -> dict[str, _Field]:
         """The fields of all sections by their dotted names."""
         return {field.name: field for section in self.all_sections() for field in section.fields}
 
@@ -262,7 +262,7 @@ def section_of(
         inner = _dataclass_in(hint)
         if inner is None:
             doc = docs.get(field.name, "") + _enum_docs(hint)
-            fields.append(Field(name=name, hint=hint, default=default, doc=doc))
+            fields.append(_Field(name=name, hint=hint, default=default, doc=doc))
         else:
             inner_base = default if dataclasses.is_dataclass(default) else None
             sections.append(section_of(inner, base=inner_base, prefix=f"{name}.", is_optional=default is None))
@@ -343,7 +343,7 @@ def _format_heading(section: Section) -> Iterator[str]:
     yield from textwrap.wrap(heading, _WIDTH, break_on_hyphens=False)
 
 
-def _format_field(field: Field, default: Any) -> Iterator[str]:
+def _format_field(field: _Field, default: Any) -> Iterator[str]:
     note = "must be given" if default is MISSING else f"default: {format_value(default)}"
     yield f"  --{field.name.replace('_', '-')} {_format_type(field.hint)}  ({note})"
     indent = " " * 8
@@ -495,14 +495,14 @@ def read_described(settings: Mapping[str, Any], section: Section) -> dict[str, A
             raise _unknown_field(name, name, section)
         if _HIDDEN in json.dumps(value):
             raise InvalidInputError(f"{name} must be given again, by --{name.replace('_', '-')}: secrets are not kept")
-        if value != to_json(fields[name].default):
+        if value != _to_json(fields[name].default):
             values[name] = (
                 None if value is None else _check_value(fields[name], _to_toml(value, fields[name]), name, None)
             )
     return values
 
 
-def _to_toml(value: Any, field: Field) -> Any:
+def _to_toml(value: Any, field: _Field) -> Any:
     """A described value as TOML would give it; of a list of configs, each is a table."""
     config_class = _config_class_in(field)
     if config_class is None:
@@ -516,7 +516,7 @@ def _to_table(described: Mapping[str, Any], section: Section) -> dict[str, Any]:
     Another value of such a field stays, and is refused: this table takes the place of the recipe's own.
     """
     own = dataclasses.fields(section.config_class)
-    defaults = {field.name: to_json(_default_of(field)) for field in own if field.name in section.elsewhere}
+    defaults = {field.name: _to_json(_default_of(field)) for field in own if field.name in section.elsewhere}
     parts = {_last(part.prefix.removesuffix(".")): part for part in section.sections}
     table = {}
     for key, value in described.items():
@@ -614,7 +614,7 @@ def describe(config: Any) -> dict[str, Any]:
 
     Fields that are no settings have one too. An optional part that is left out is None.
     """
-    return {name: redact(to_json(value), name) for name, value in _list_values(config, prefix="")}
+    return {name: redact(_to_json(value), name) for name, value in _list_values(config, prefix="")}
 
 
 def _list_values(config: Any, *, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -626,7 +626,7 @@ def _list_values(config: Any, *, prefix: str) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _check_value(field: Field, value: Any, name: str, folder: Path | None, top: Collection[str] = ()) -> Any:
+def _check_value(field: _Field, value: Any, name: str, folder: Path | None, top: Collection[str] = ()) -> Any:
     """Convert a TOML value to its field's type; in a list of configs, each table is read like a section."""
     config_class = _config_class_in(field)
     if config_class is None:
@@ -644,7 +644,7 @@ def _check_value(field: Field, value: Any, name: str, folder: Path | None, top: 
     return tuple(configs)
 
 
-def _config_class_in(field: Field) -> type[Any] | None:
+def _config_class_in(field: _Field) -> type[Any] | None:
     """The dataclass of a field annotated `tuple[Dataclass, ...]`."""
     entry = typing.get_args(field.hint)[:1]
     return typing.cast("type[Any]", entry[0]) if entry and dataclasses.is_dataclass(entry[0]) else None
@@ -707,5 +707,5 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _names(fields: Iterable[Field]) -> str:
+def _names(fields: Iterable[_Field]) -> str:
     return ", ".join(_last(field.name) for field in fields)

@@ -29,7 +29,7 @@ from unbroken.runs.config import RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
 from unbroken.runs.process_file import record_process
 from unbroken.runs.processes import end_together, main_process_first
-from unbroken.runs.recipe import NotTrained, OpenRecipe, Recipe, SamplerRole, load_recipe, open_recipe
+from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, load_recipe, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import Terminated, run_until_terminated
 
@@ -111,7 +111,7 @@ def run_without_training(
     try:
         with show_progress():
             run(recipe.run(config))
-    except NotTrained:
+    except _NotTrained:
         return
     finally:
         open_recipe.reset(before)
@@ -167,10 +167,10 @@ async def train_model(
         from unbroken.runs.samplers import run_as_sampler
 
         await run_as_sampler(config, recipe.sampler, model=model, train_on=train_on, sets=sets)
-        raise NotTrained
+        raise _NotTrained
     if recipe is not None and recipe.evaluate is not None:
         await recipe.evaluate(config, model=model, train_on=train_on, sets=sets)
-        raise NotTrained
+        raise _NotTrained
     from unbroken.runs.run import run  # torch and transformers
 
     done, rollouts = await run(
@@ -193,3 +193,7 @@ def _explain_failure(error: Exception, path: Path) -> None:
         print(f"unbroken: the whole traceback of the next error is in {path}", file=sys.stderr)
     if not isinstance(error, UnbrokenError) and format_frames(error, raised_there=True):
         raise InvalidInputError(f"the run's own code failed with {format_error(error)}{frames}") from error
+
+
+class _NotTrained(BaseException):
+    """`train_model` has sampled for a trainer, which ended, or evaluated: the recipe's code after it is not run."""

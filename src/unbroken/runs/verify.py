@@ -63,7 +63,7 @@ _MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class _Verification:
     """What was verified of a run."""
 
     num_steps: int
@@ -82,9 +82,9 @@ class Verification:
         """Whether every step was, and nothing differs."""
         return self.num_verified == self.num_steps and not self.differences and not self.unverified
 
-    def merge(self, other: Verification) -> Verification:
+    def merge(self, other: _Verification) -> _Verification:
         """What two parts of one run have verified; a difference that both have found is one."""
-        return Verification(
+        return _Verification(
             num_steps=self.num_steps,
             num_verified=self.num_verified + other.num_verified,
             num_ids=self.num_ids + other.num_ids,
@@ -92,6 +92,31 @@ class Verification:
             differences=tuple(dict.fromkeys(self.differences + other.differences)),
             unverified=self.unverified + other.unverified,
         )
+
+    def describe(self, folder: Path) -> str:
+        """The report: what differs, what was verified, and what was not."""
+        what = f"{self.num_verified} of {self.num_steps} steps, {self.num_ids} sampled ids"
+        lines = [
+            f"{folder}: {'verified' if self.is_verified else 'NOT VERIFIED'} ({what})",
+            *(f"  differs: {each}" for each in self.differences),
+            *(f"  not verified: {each}" for each in self.unverified),
+        ]
+        if self.num_verified:
+            also = f"; {', '.join(self.compared)}" if self.compared else ""
+            lines.append(
+                "  verified: logprobs of every sampled id, rows, advantages, loss, gradient norm and weights of these "
+                f"steps{also}"
+            )
+        lines.append(
+            "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are "
+            "the rendering of the messages, texts, statuses, finish reasons, parts of rewards, evaluations, times"
+        )
+        if self.differences:
+            lines.append(
+                "  A first step that differs in every row has another model, another number of threads, another "
+                "processor or another version of torch"
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +156,7 @@ class _Run:
         return max(self.num_steps, self.config.loop.num_steps if has_finished else 0)
 
 
-def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1) -> Verification:
+def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1) -> _Verification:
     """Verify a finished run, its parts in up to `num_processes` processes. `model` is where its first model has moved.
 
     Raises:
@@ -155,7 +180,7 @@ def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1
     if run.num_claimed > run.num_steps:
         steps = _name_steps(run.num_steps, run.num_claimed)
         unverified.append(f"{steps}: no file has them, and the run has finished with loop.num_steps {run.num_claimed}")
-    whole = Verification(num_steps=run.num_claimed, unverified=tuple(unverified))
+    whole = _Verification(num_steps=run.num_claimed, unverified=tuple(unverified))
     for each in found:
         whole = whole.merge(each)
     return replace(whole, unverified=(*whole.unverified, *_find_unverified_models(run, whole.compared)))
@@ -173,32 +198,6 @@ def _find_unverified_models(run: _Run, compared: Sequence[str]) -> Iterator[str]
             yield f"{name}: its {INFO} must have a step that the run has made, 1 to {run.num_steps}; got {info.step}"
         else:
             yield f"{name}: it was not shown to be the model after {info.step} steps"
-
-
-def format_verification(found: Verification, folder: Path) -> str:
-    """The report: what differs, what was verified, and what was not."""
-    what = f"{found.num_verified} of {found.num_steps} steps, {found.num_ids} sampled ids"
-    lines = [
-        f"{folder}: {'verified' if found.is_verified else 'NOT VERIFIED'} ({what})",
-        *(f"  differs: {each}" for each in found.differences),
-        *(f"  not verified: {each}" for each in found.unverified),
-    ]
-    if found.num_verified:
-        also = f"; {', '.join(found.compared)}" if found.compared else ""
-        lines.append(
-            "  verified: logprobs of every sampled id, rows, advantages, loss, gradient norm and weights of these "
-            f"steps{also}"
-        )
-    lines.append(
-        "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are the "
-        "rendering of the messages, texts, statuses, finish reasons, parts of rewards, evaluations, times"
-    )
-    if found.differences:
-        lines.append(
-            "  A first step that differs in every row has another model, another number of threads, another processor "
-            "or another version of torch"
-        )
-    return "\n".join(lines)
 
 
 def _open(folder: Path, model: str | None) -> _Run:
@@ -362,11 +361,11 @@ def _join(parts: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]
     return joined
 
 
-def _verify_part(folder: Path, model: str | None, start: int, stop: int) -> Verification:
+def _verify_part(folder: Path, model: str | None, start: int, stop: int) -> _Verification:
     return asyncio.run(_replay(_open(folder, model), start, stop))
 
 
-async def _replay(run: _Run, start: int, stop: int) -> Verification:
+async def _replay(run: _Run, start: int, stop: int) -> _Verification:
     """Train the steps [start, stop) again, and compare; raises as `verify_run`."""
     config = run.config
     with tempfile.TemporaryDirectory(prefix="unbroken-verify-") as name:
@@ -390,7 +389,7 @@ async def _replay(run: _Run, start: int, stop: int) -> Verification:
                 comparison.differences += error.found
             except UnbrokenError as error:
                 comparison.differences.append(f"step {comparison.step}: {error}")
-    return Verification(
+    return _Verification(
         num_steps=run.num_steps,
         num_verified=comparison.num_verified,
         num_ids=comparison.num_ids,

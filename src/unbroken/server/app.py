@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -20,7 +20,7 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig, ServerLimits
 from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.http.access import DESCRIPTION, Routes
-from unbroken.server.http.errors import HttpError, answer_error
+from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.guard import Guard
 from unbroken.server.images import ImageFetcher, ImageIntake, ImageStore
 from unbroken.server.metrics import Metrics
@@ -79,7 +79,7 @@ def create_app(
     # `include_router` would make each route anew.
     app.router.routes.extend(route for router in routers for route in router.routes)
     for kind in _ERROR_KINDS:
-        app.add_exception_handler(kind, answer_error)
+        app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, config=config, metrics=metrics, access=list_access(routers))
     return app
 
@@ -132,3 +132,8 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     async with context.weights.following():
         yield
     await context.close()
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Exception handler of the application."""
+    return error_response(error, path=request.scope["path"])

@@ -49,13 +49,13 @@ _POLL_S = 20.0
 """How long a result is waited for before the client asks again; the SDK gives an answer 45 s."""
 
 
-class WeightsInfoRequest(BaseModel):
+class _WeightsInfoRequest(BaseModel):
     """The body of `weights_info`, for which the SDK has no type."""
 
     tinker_path: str
 
 
-class CallOfModel(BaseModel):
+class _CallOfModel(BaseModel):
     """What the bodies of calls of a model have in common."""
 
     model_id: str
@@ -267,7 +267,7 @@ class TinkerApi:
         """Take a call of a model, which the method of this name does in its turn; a body that is wrong fails then."""
         if name == "load_weights" and not given.get("model_id"):
             return await self._begin_model(owner, types.LoadWeightsRequest.model_validate(given, extra="ignore"))
-        call = CallOfModel.model_validate(given, extra="ignore")
+        call = _CallOfModel.model_validate(given, extra="ignore")
         run = await self._get_run(call.model_id, owner)
         content = encode_json(given)
 
@@ -416,7 +416,7 @@ class TinkerApi:
             await self._storing.run(partial(shutil.rmtree, unused.parent, ignore_errors=True))
         return {"sampling_session_id": sampler_id, "type": body.type}
 
-    async def weights_info(self, owner: str, body: WeightsInfoRequest) -> Answer:
+    async def weights_info(self, owner: str, body: _WeightsInfoRequest) -> Answer:
         found = await self._find(self._store.find_checkpoint, body.tinker_path, owner)
         lora = found.lora or {}
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}

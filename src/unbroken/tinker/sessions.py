@@ -42,7 +42,7 @@ Ended: TypeAlias = tuple[int, str]
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, dict[str, Any] | CallResult]]
 
 
-def fail(error: Exception) -> CallResult:
+def _fail(error: Exception) -> CallResult:
     """The result of a call that failed, in the SDK's categories: `user` for what the caller can mend."""
     if isinstance(error, UnbrokenError) and not isinstance(error, EngineError):
         message, is_ours = str(error), isinstance(error, StoreError)
@@ -52,7 +52,7 @@ def fail(error: Exception) -> CallResult:
     return CallResult(answer=encode_json({"error": message, "category": "server" if is_ours else "user"}))
 
 
-FORGOTTEN = fail(HttpError(410, f"the result is kept for {ANSWERS_KEPT_S:g} s, and no longer"))
+FORGOTTEN = _fail(HttpError(410, f"the result is kept for {ANSWERS_KEPT_S:g} s, and no longer"))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,9 +135,9 @@ class Promises:
         except asyncio.CancelledError:
             if not promise.is_cancelled:  # the server stops
                 raise
-            promise.result = fail(HttpError(499, "the call was cancelled"))
+            promise.result = _fail(HttpError(499, "the call was cancelled"))
         except Exception as error:
-            promise.result = fail(error)
+            promise.result = _fail(error)
         write = partial(self._store.put_result, promise.request_id, promise.digest, promise.result, owner=self._owner)
         try:
             if is_kept:
@@ -145,7 +145,7 @@ class Promises:
             del self._open[promise.request_id]
         except Exception as error:  # what was trained is trained; what was sampled cannot be proven later
             if promise.result.sequences:
-                promise.result = fail(error)
+                promise.result = _fail(error)
             asyncio.get_running_loop().call_later(ANSWERS_KEPT_S, self._open.pop, promise.request_id, None)
         now = time.monotonic_ns()
         self._open_bytes -= promise.num_bytes

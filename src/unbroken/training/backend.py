@@ -78,7 +78,6 @@ from unbroken.training.passes import LossFn, Passes, PassMaker
 from unbroken.training.state import (
     StoredState,
     TrainerState,
-    check_trained,
     copy_tensors,
     load_averages,
     name_averages,
@@ -364,7 +363,7 @@ class TrainerBackend:
                 "give the trainer the model that the run began with"
             )
         with self.fail_together(), on_device(self.accelerator.device):
-            check_trained(self._trained, stored)
+            _check_trained(self._trained, stored)
             parts = self._parts()
             if "reference" in parts and not stored.names("reference"):
                 raise CheckpointError(f"{folder} has no reference to go on with: it began without reference_sync")
@@ -565,3 +564,14 @@ def _count_state_bytes(policy: PolicyLogprobs, config: OptimizerConfig) -> int:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     of_one = 2 if config.name is OptimizerName.ADAMW_8BIT else 8
     return sum(of_one * get_part(parameter).numel() for parameter in trained)
+
+
+def _check_trained(names: Sequence[str], stored: StoredState) -> None:
+    """Raise `CheckpointError` unless the trained parameters, by name and in this order, are those of the checkpoint."""
+    if tuple(names) == (trained := stored.state.trained):
+        return
+    changed = sorted(set(names) ^ set(trained)) or ["their order"]
+    raise CheckpointError(
+        f"{stored.folder} must hold averages of the trained parameters: {changed[0]} differs, of {len(names)} here and "
+        f"{len(trained)} there. The same parameters must have requires_grad as in the run before"
+    )

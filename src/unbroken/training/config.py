@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.loss_config import (
@@ -24,9 +24,7 @@ from unbroken.training.loss_config import (
     TruncatedRows,
     ZeroVarianceRows,
     check_fields,
-    check_kinds,
     is_positive,
-    is_weight,
 )
 from unbroken.types import Numerics
 
@@ -138,7 +136,7 @@ class OptimizerConfig:
             self,
             name=(isinstance(self.name, OptimizerName), "an OptimizerName"),
             learning_rate=(is_positive(self.learning_rate), "finite and > 0"),
-            weight_decay=(is_weight(self.weight_decay), "finite and >= 0"),
+            weight_decay=(_is_weight(self.weight_decay), "finite and >= 0"),
             betas=(all(0 <= beta < 1 for beta in self.betas), "in [0, 1), both"),
             eps=(is_positive(self.eps), "finite and > 0"),
             max_grad_norm=(self.max_grad_norm > 0, "> 0"),
@@ -346,7 +344,7 @@ class TrainerConfig:
     """Seed of the random order in which rows are dealt out to minibatches."""
 
     def __post_init__(self) -> None:
-        check_kinds(
+        _check_kinds(
             self,
             truncated=TruncatedRows,
             zero_variance=ZeroVarianceRows,
@@ -359,7 +357,7 @@ class TrainerConfig:
         self._check_passes()
         check_fields(
             self,
-            teacher_weight=(self.teacher_weight is None or is_weight(self.teacher_weight), "finite and >= 0, or None"),
+            teacher_weight=(self.teacher_weight is None or _is_weight(self.teacher_weight), "finite and >= 0, or None"),
             routing_replay=(
                 not self.routing_replay or self.teacher_weight is None,
                 "False with a teacher, which chooses its own experts",
@@ -385,18 +383,18 @@ class TrainerConfig:
                 self.chosen_correction.kind is CorrectionKind.NONE or self.old_logprobs is OldLogprobs.RECOMPUTE,
                 "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
             ),
-            kl_weight=(is_weight(self.kl_weight), "finite and >= 0"),
+            kl_weight=(_is_weight(self.kl_weight), "finite and >= 0"),
             kl=(self.kl_weight > 0 or self.kl == KlConfig(), "left out with kl_weight 0, which measures no distance"),
             failed_reward=(
                 math.isfinite(self.failed_reward) and (self.failed_reward == 0 or self.failed is not FailedRows.DROP),
                 "finite, and left out with failed drop",
             ),
-            entropy_weight=(is_weight(self.entropy_weight), "finite and >= 0"),
+            entropy_weight=(_is_weight(self.entropy_weight), "finite and >= 0"),
             entropy_control=(
                 self.entropy_control is None or self.entropy_weight <= self.entropy_control.max_weight,
                 f"None, or have a max_weight of at least the entropy_weight {self.entropy_weight:g}",
             ),
-            router_loss_weight=(is_weight(self.router_loss_weight), "finite and >= 0"),
+            router_loss_weight=(_is_weight(self.router_loss_weight), "finite and >= 0"),
             max_policy_k3=(self.max_policy_k3 is None or self.max_policy_k3 > 0, "above 0, inf, or None"),
         )
 
@@ -573,3 +571,16 @@ class TrackerConfig:
             raise InvalidInputError(
                 f"names must be installed trackers, and {missing[0]} is not installed: pip install {missing[0]}"
             )
+
+
+def _is_weight(value: float) -> bool:
+    """Whether a number is finite and at least 0."""
+    return math.isfinite(value) and value >= 0
+
+
+def _check_kinds(config: Any, **kinds: type[StrEnum]) -> None:
+    """Raise `InvalidInputError` for the first field that is not of its kind: a string is no enum."""
+    check_fields(
+        config,
+        **{name: (isinstance(getattr(config, name), kind), f"a {kind.__name__}") for name, kind in kinds.items()},
+    )

@@ -297,21 +297,8 @@ def is_positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
-def is_weight(value: float) -> bool:
-    """Whether a number is finite and at least 0."""
-    return math.isfinite(value) and value >= 0
-
-
 def _is_positive_or_none(value: float | None) -> bool:
     return value is None or is_positive(value)
-
-
-def check_kinds(config: Any, **kinds: type[StrEnum]) -> None:
-    """Raise `InvalidInputError` for the first field that is not of its kind: a string is no enum."""
-    check_fields(
-        config,
-        **{name: (isinstance(getattr(config, name), kind), f"a {kind.__name__}") for name, kind in kinds.items()},
-    )
 
 
 def check_fields(config: Any, **rules: tuple[bool, str]) -> None:

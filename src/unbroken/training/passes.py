@@ -31,7 +31,6 @@ from unbroken.training.model.lanes import (
     MAX_COMPILED_PASS_IDS,
     MAX_PASS_IDS,
     WIDE,
-    CudaMemory,
     PassSize,
     RowPass,
     holding_gradients,
@@ -128,7 +127,7 @@ class PassMaker:
         with holding_gradients(self._policy):
             found = measure_pass_size(
                 partial(make_probe_pass, self._policy, self._accelerator),
-                CudaMemory(self._accelerator.device),
+                _CudaMemory(self._accelerator.device),
                 reserved_bytes=state_bytes,
                 max_ids=max_ids // 2 if self._policy.hidden_size >= WIDE else max_ids,
                 agree=lambda value: max(self._gather(value)),
@@ -441,3 +440,27 @@ def _split_by_row(logprobs_N: torch.Tensor, batches: Sequence[Batch]) -> list[Lo
     """The logprobs of each row of all batches."""
     ends = np.cumsum([number for batch in batches for number in batch.num_row_tokens])
     return np.split(logprobs_N.cpu().numpy(), ends[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaMemory:
+    """The memory of a GPU."""
+
+    device: torch.device
+
+    def restart(self) -> None:
+        """Begin to look for a peak."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """The most since `restart`, if as much is in use now as then."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def free(self) -> int:
+        """Of the whole GPU, once what PyTorch keeps for later is given back."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free

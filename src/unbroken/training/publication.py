@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.profiler import record_function
@@ -23,7 +24,7 @@ from unbroken.training.queue import GroupQueue
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import Notices, log_waiting
 from unbroken.weights.adapters import is_adapter
-from unbroken.weights.base import CastingPublisher, WeightPublisher, WeightUpdate
+from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.sources import WeightStream
 
 
@@ -170,7 +171,7 @@ async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> W
     failure: Exception | None = None
     if publisher is not None:
         try:
-            dtype = await publisher.dtype() if isinstance(publisher, CastingPublisher) else None
+            dtype = await publisher.dtype() if isinstance(publisher, _CastingPublisher) else None
             copies = await asyncio.to_thread(_copy, weights, dtype)
         except Exception as error:
             failure = error
@@ -188,3 +189,12 @@ def _copy(weights: WeightStream, dtype: str | None) -> WeightStream:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return WeightStream(weights.specs, copies)
+
+
+@runtime_checkable
+class _CastingPublisher(Protocol):
+    """A publisher whose engines have one dtype, so that a copy of the weights is made in it."""
+
+    async def dtype(self) -> str | None:
+        """Return the dtype of floating-point weights in the engines, under torch's name; None if there are several."""
+        ...

@@ -237,17 +237,6 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
         ) from error
 
 
-def check_trained(names: Sequence[str], stored: StoredState) -> None:
-    """Raise `CheckpointError` unless the trained parameters, by name and in this order, are those of the checkpoint."""
-    if tuple(names) == (trained := stored.state.trained):
-        return
-    changed = sorted(set(names) ^ set(trained)) or ["their order"]
-    raise CheckpointError(
-        f"{stored.folder} must hold averages of the trained parameters: {changed[0]} differs, of {len(names)} here and "
-        f"{len(trained)} there. The same parameters must have requires_grad as in the run before"
-    )
-
-
 def name_averages(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The optimizer's state by the names of its parameters: "model.norm.weight.exp_avg", "model.norm.weight.step"."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError, SamplingError
+from unbroken.errors import InvalidInputError
 
 TokenIds: TypeAlias = NDArray[np.int32]
 """Token ids in order, int32."""
@@ -89,10 +89,3 @@ def is_deep(value: Any) -> bool:
         nested = (values for values in children if not _NESTING.isdisjoint(map(type, values)))
         level = [one for values in nested for one in values if type(one) in _NESTING]
     return depth > MAX_DEPTH
-
-
-def check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise `SamplingError` for the first rule that does not hold; a rule is (field name, whether it holds, text)."""
-    for name, holds, rule in rules:
-        if not holds:
-            raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")

@@ -182,13 +182,3 @@ def write_kept_ids(kept: KeptIds | None) -> dict[str, NDArray[Any]] | None:
 def read_kept_ids(fields: Mapping[str, Any] | None) -> KeptIds | None:
     """Read what `write_kept_ids` wrote. Raises `InvariantError` for sizes that do not fit the ids."""
     return None if fields is None else KeptIds.of_sizes(fields["token_ids"], np.asarray(fields["sizes"]))
-
-
-def check_kept(kept: KeptIds | None, sampled_ids: TokenIds, *, of: str) -> None:
-    """Raise `InvariantError` unless there is a set for each of the ids, named `of`, which it is in."""
-    if kept is None:
-        return
-    if len(kept) != len(sampled_ids):
-        raise InvariantError(f"kept_ids has {len(kept)} sets for {len(sampled_ids)} {of}: every id needs one")
-    if (where := kept.find_missing(sampled_ids)) is not None:
-        raise InvariantError(f"{of}[{where}] is {sampled_ids[where]}, which is not in its kept_ids: it was cut")

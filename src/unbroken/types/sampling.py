@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from unbroken.errors import SamplingError
-from unbroken.types.arrays import MAX_DEPTH, TokenIds, check_rules, is_deep, is_real, is_text, is_whole, token_ids
+from unbroken.types.arrays import MAX_DEPTH, TokenIds, is_deep, is_real, is_text, is_whole, token_ids
 from unbroken.types.images import ImageSpan, find_misplaced_span
 
 TEMPERATURE_RANGE = (0.01, 100.0)
@@ -172,7 +172,7 @@ class SamplingParams:
             ("return_routed_experts", isinstance(self.return_routed_experts, bool), "true or false"),
             ("return_kept_ids", isinstance(self.return_kept_ids, bool), "true or false"),
         )
-        check_rules(self, rules)
+        _check_rules(self, rules)
         if len(self.stop_strings) > MAX_STOP_STRINGS or sum(map(len, self.stop_strings)) > 2**16:
             raise SamplingError(
                 f"stop_strings must be at most {MAX_STOP_STRINGS} strings of 65536 characters together, got "
@@ -257,7 +257,7 @@ class SampleRequest:
             ("adapter", self.adapter is None or is_text(self.adapter), "None or a non-empty string"),
             ("session_id", self.session_id is None or is_text(self.session_id), "None or a non-empty string"),
         )
-        check_rules(self, rules)
+        _check_rules(self, rules)
         self._check_images()
 
     @property
@@ -314,3 +314,10 @@ class WeightPlacement:
     """The kind of device: `cpu`, `cuda`."""
     gpu_uuids: tuple[str, ...] = ()
     """The GPUs of the workers. A sender over NCCL must use others."""
+
+
+def _check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Raise `SamplingError` for the first rule that does not hold; a rule is (field name, whether it holds, text)."""
+    for name, holds, rule in rules:
+        if not holds:
+            raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from unbroken.errors import EchoError, EngineError, InvariantError
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, count_common_prefix, freeze, token_ids
 from unbroken.types.images import ImageSpan, find_misplaced_span
-from unbroken.types.recorded import KeptIds, RoutedExperts, check_kept, routed_experts
+from unbroken.types.recorded import KeptIds, RoutedExperts, routed_experts
 from unbroken.types.sampling import SampleRequest, SamplingParams
 
 NO_VERSION = -1
@@ -141,7 +141,7 @@ class SampledSequence:
         if self.queue_s is not None and not 0 <= self.queue_s < math.inf:
             raise InvariantError(f"queue_s must be finite and >= 0, or None, got {self.queue_s}")
         _check_top_logprobs(self.top_logprobs, num_ids, "completion_ids")
-        check_kept(self.kept_ids, self.completion_ids, of="completion_ids")
+        _check_kept(self.kept_ids, self.completion_ids, of="completion_ids")
 
     def _check_logprobs(self, num_ids: int) -> None:
         if self.rollout_logprobs.shape != (num_ids,):
@@ -261,7 +261,7 @@ class SampleChunk:
                 "completion_ids of a chunk"
             )
         _check_top_logprobs(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
-        check_kept(self.kept_ids, self.completion_ids, of="completion_ids of a chunk")
+        _check_kept(self.kept_ids, self.completion_ids, of="completion_ids of a chunk")
 
     @staticmethod
     def aborted(index: int) -> SampleChunk:
@@ -440,7 +440,7 @@ class TrainingSample:
             if not holds.all():
                 where = int(np.flatnonzero(~holds)[0])
                 raise InvariantError(f"{rule}: broken at position {where} of {len(self.token_ids)}")
-        check_kept(self.kept_ids, self.token_ids, of="token_ids")
+        _check_kept(self.kept_ids, self.token_ids, of="token_ids")
         if self.kept_ids is not None and self.kept_ids.sizes[~self.sampled_mask].any():
             raise InvariantError("only sampled ids have kept_ids, and a given one has some")
         self._check_images()
@@ -462,3 +462,13 @@ _ROW_DTYPES = (
     ("policy_versions", np.int32),
     ("advantages", np.float32),
 )
+
+
+def _check_kept(kept: KeptIds | None, sampled_ids: TokenIds, *, of: str) -> None:
+    """Raise `InvariantError` unless there is a set for each of the ids, named `of`, which it is in."""
+    if kept is None:
+        return
+    if len(kept) != len(sampled_ids):
+        raise InvariantError(f"kept_ids has {len(kept)} sets for {len(sampled_ids)} {of}: every id needs one")
+    if (where := kept.find_missing(sampled_ids)) is not None:
+        raise InvariantError(f"{of}[{where}] is {sampled_ids[where]}, which is not in its kept_ids: it was cut")

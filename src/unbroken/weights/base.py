@@ -78,15 +78,6 @@ class WeightUpdate:
 
 
 @runtime_checkable
-class CastingPublisher(Protocol):
-    """A publisher whose engines have one dtype, so that a copy of the weights is made in it."""
-
-    async def dtype(self) -> str | None:
-        """Return the dtype of floating-point weights in the engines, under torch's name; None if there are several."""
-        ...
-
-
-@runtime_checkable
 class WeightPublisher(Protocol):
     """Sends versions of the weights to engines."""
 

@@ -47,7 +47,7 @@ _LEAVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class _Server:
     """A server, and the state of its weights."""
 
     client: AsyncClient
@@ -144,7 +144,7 @@ class BroadcastPublisher:
         self._reuse_kv = reuse_kv
         self._timeout_s = timeout_s
         self._group: PackedGroup | None = None
-        self._servers: list[Server] = []
+        self._servers: list[_Server] = []
         """The servers of the group."""
         self._published = -1
 
@@ -193,7 +193,7 @@ class BroadcastPublisher:
     async def _publish(self, stream: WeightStream, policy_version: int, started: float) -> WeightUpdate:
         """Try once. If it fails, the group is left."""
         missed_by: Sequence[str] = ()
-        having: Sequence[Server] = ()
+        having: Sequence[_Server] = ()
         try:
             if self._group is None:
                 self._servers, having, missed_by = await self._sort_servers(policy_version)
@@ -213,22 +213,22 @@ class BroadcastPublisher:
         seconds = time.perf_counter() - started
         return WeightUpdate(num_bytes=stream.num_bytes, seconds=seconds, missed_by=tuple(missed_by), phases_s=phases)
 
-    async def _ask_servers(self) -> tuple[list[Server], list[str]]:
+    async def _ask_servers(self) -> tuple[list[_Server], list[str]]:
         """Return the states of the servers that answer, and the addresses of the others."""
         states = await asyncio.gather(*(self._ask_state(client) for client in self._clients))
         missing = [client.base_url for client, state in zip(self._clients, states, strict=True) if state is None]
         return [state for state in states if state is not None], missing
 
-    async def _ask_state(self, client: AsyncClient) -> Server | None:
+    async def _ask_state(self, client: AsyncClient) -> _Server | None:
         if not await client.takes_weights():
             return None
         try:
             async with asyncio.timeout(self._timeout_s):
-                return Server(client=client, **await client.weights_state())
+                return _Server(client=client, **await client.weights_state())
         except (TimeoutError, ServerUnreachableError):
             return None
 
-    async def _sort_servers(self, policy_version: int) -> tuple[list[Server], list[Server], list[str]]:
+    async def _sort_servers(self, policy_version: int) -> tuple[list[_Server], list[_Server], list[str]]:
         """Return the servers that lack the version, those that have it, and the addresses of those that are gone."""
         servers, missing = await self._ask_servers()
         if not servers:
@@ -285,7 +285,7 @@ class BroadcastPublisher:
         return Transport.NCCL if on_gpus else Transport.GLOO
 
     async def _send(
-        self, stream: WeightStream, policy_version: int, having: Sequence[Server]
+        self, stream: WeightStream, policy_version: int, having: Sequence[_Server]
     ) -> tuple[str, dict[str, float]]:
         """Send the weights; returns their digest, and the time of each phase on the slowest server."""
         times = [time.perf_counter()]
@@ -352,7 +352,7 @@ class BroadcastPublisher:
                 raise _failure(tasks, str(error)) from error
             raise
 
-    def _cast(self, stream: WeightStream, servers: Sequence[Server]) -> WeightStream:
+    def _cast(self, stream: WeightStream, servers: Sequence[_Server]) -> WeightStream:
         """Return the weights in the dtype of the wire."""
         stream = stream.cast(self._dtype or _find_dtype(servers))
         check_stream(stream)
@@ -379,7 +379,7 @@ def _failure(calls: Mapping[str, asyncio.Future[Any]], reason: str) -> EngineErr
     )
 
 
-def _check_same(servers: Sequence[Server], digest: str, policy_version: int) -> None:
+def _check_same(servers: Sequence[_Server], digest: str, policy_version: int) -> None:
     """Raise `WeightsError` if a server has the version with other weights."""
     for server in servers:
         if server.digest != digest:
@@ -390,7 +390,7 @@ def _check_same(servers: Sequence[Server], digest: str, policy_version: int) -> 
             )
 
 
-def _find_dtype(servers: Sequence[Server]) -> str | None:
+def _find_dtype(servers: Sequence[_Server]) -> str | None:
     dtypes = {server.dtype for server in servers if server.dtype is not None}
     if len(dtypes) > 1:
         raise EngineError(f"the servers must have weights of one dtype, got {sorted(dtypes)}: set dtype")

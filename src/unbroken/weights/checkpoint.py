@@ -222,20 +222,3 @@ class WeightShapes:
 
 def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def checkpoint_folder(model: str, *, revision: str | None, download_dir: str | None) -> Path:
-    """Return the folder with a model's files, if `model` is a folder or a name on the hub that vLLM has downloaded.
-
-    Raises:
-        EngineError: they are not on this machine.
-    """
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
-    except LocalEntryNotFoundError as error:
-        raise EngineError(f"the files of {model!r} are not on this machine: {error}") from error

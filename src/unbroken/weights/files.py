@@ -140,13 +140,6 @@ def describe_file(path: Path) -> WeightFile:
     return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
 
 
-def parse_version(value: Any) -> int:
-    """Read the policy version of a manifest; raises `InvalidInputError` unless it is an integer that a row can have."""
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise InvalidInputError(f"policy_version must be an integer in [0, 2**31), got {value!r}")
-    return value
-
-
 def parse_files(entries: Iterable[dict[str, Any]]) -> tuple[WeightFile, ...]:
     """Read the files of a manifest; raises `InvalidInputError`, or as for wrong types."""
     return tuple(map(_weight_file, entries))

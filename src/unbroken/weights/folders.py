@@ -47,14 +47,6 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def move_folder(folder: Path, target: Path) -> None:
-    """Give a folder another name; a folder that has it is replaced."""
-    if target.exists():
-        remove_folder(target)
-    folder.rename(target)
-    flush_to_disk(target.parent)
-
-
 def remove_unfinished(parent: Path, prefix: str) -> None:
     """Remove what killed processes left of folders whose name begins with `prefix`."""
     for path in parent.glob(f".{prefix}*-{'[0-9a-f]' * 32}"):

@@ -46,7 +46,7 @@ class CheckWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnnouncedWeights:
+class _AnnouncedWeights:
     """Weights that come next."""
 
     specs: tuple[TensorSpec, ...]
@@ -68,7 +68,7 @@ class WireSource(WeightSource):
         self.sums: dict[str, int] = {}
         self._call = call
         self._idle_s = idle_s
-        self._parts: list[AnnouncedWeights] = []
+        self._parts: list[_AnnouncedWeights] = []
         self._is_ended = False
         self._failure: str | None = None
         self._wake = asyncio.Event()
@@ -78,7 +78,7 @@ class WireSource(WeightSource):
         """See `WeightSource`; None until `end`."""
         return self._version
 
-    def put(self, part: AnnouncedWeights) -> None:
+    def put(self, part: _AnnouncedWeights) -> None:
         """Announce a part."""
         self._parts.append(part)
         self._wake.set()
@@ -107,7 +107,7 @@ class WireSource(WeightSource):
             await self._wait()
         return {spec.name: spec.shape for spec in self._parts[0].specs}
 
-    async def parts(self) -> AsyncIterator[AnnouncedWeights]:
+    async def parts(self) -> AsyncIterator[_AnnouncedWeights]:
         """Yield the parts; each must be given to `take`. Ends when the sender has finished the update.
 
         Raises:
@@ -116,7 +116,7 @@ class WireSource(WeightSource):
         while (part := await self.next_part()) is not None:
             yield part
 
-    async def next_part(self) -> AnnouncedWeights | None:
+    async def next_part(self) -> _AnnouncedWeights | None:
         """The next of `parts`."""
         until = time.monotonic() + self._idle_s
         while True:
@@ -133,7 +133,7 @@ class WireSource(WeightSource):
             except TimeoutError:
                 read_answers(await self._call("check_sender"))
 
-    async def take(self, part: AnnouncedWeights, *args: Any) -> None:
+    async def take(self, part: _AnnouncedWeights, *args: Any) -> None:
         """Have all workers receive and load a part; `args` are the engine's own.
 
         Raises:
@@ -374,7 +374,7 @@ class WeightReceiver:
         update = self._update
         assert update is not None
         update.names.update(spec.name for spec in specs)
-        part = AnnouncedWeights(specs=specs, packing=packing, loaded=asyncio.get_running_loop().create_future())
+        part = _AnnouncedWeights(specs=specs, packing=packing, loaded=asyncio.get_running_loop().create_future())
         update.source.put(part)
         either: set[asyncio.Future[Any]] = {part.loaded, update.task}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

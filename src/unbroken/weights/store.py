@@ -50,7 +50,6 @@ from unbroken.weights.files import (
     WeightFiles,
     in_threads,
     parse_files,
-    parse_version,
     write_manifest,
     write_weights,
 )
@@ -247,7 +246,7 @@ class VersionStore:
                 _check_name(base)
             return StoredVersion(
                 name=name,
-                policy_version=parse_version(manifest["policy_version"]),
+                policy_version=_parse_version(manifest["policy_version"]),
                 files=parse_files(manifest["files"]),
                 base=base,
             )
@@ -450,3 +449,10 @@ def _decode(data: bytes, old: Words) -> Words:
     new = old.copy()
     new[changed] ^= np.ascontiguousarray(low_and_high.T).view("<u2")[:, 0]
     return new
+
+
+def _parse_version(value: Any) -> int:
+    """Read the policy version of a manifest; raises `InvalidInputError` unless it is an integer that a row can have."""
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise InvalidInputError(f"policy_version must be an integer in [0, 2**31), got {value!r}")
+    return value

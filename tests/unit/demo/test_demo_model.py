@@ -5,7 +5,7 @@ import pytest
 
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text
-from unbroken.demo.model import END_OF_TURN, TaughtText, Teacher, make_drill
+from unbroken.demo.model import END_OF_TURN, Teacher
 from unbroken.errors import InvalidInputError
 
 
@@ -48,9 +48,9 @@ def test_the_teacher_guesses_often_enough_to_leave_something_to_learn(tokenizer)
     assert 0.35 < sum(right) / len(right) < 0.6
 
 
-def test_a_drill_asks_for_the_same_words_again():
-    shown, asked = make_drill(random.Random(0))
-    assert asked == TaughtText(shown.text.removesuffix("\n") + END_OF_TURN, True)
+def test_a_drill_asks_for_the_same_words_again(tokenizer):
+    shown, asked = Teacher(tokenizer).drill(random.Random(0))
+    assert asked == (shown.text.removesuffix("\n") + END_OF_TURN, True)
     assert not shown.is_target
 
 

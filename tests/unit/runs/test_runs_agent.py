@@ -14,7 +14,9 @@ import pytest
 from support.known_agents import install_codex, install_engine
 from support.served import save_tiny_model, served
 from unbroken.cli import main
-from unbroken.runs.agent import count_proven, describe_rollout, read_rollout
+from unbroken.runs.agent import count_proven, describe_rollout
+from unbroken.runs.collector import DEFAULT_SET
+from unbroken.runs.evaluation.evaluator import FOLDER
 from unbroken.runs.records.files import find_records, read_records
 
 SHORT = ("--rollouts.sampling.max-tokens", "6")
@@ -49,7 +51,8 @@ def test_one_command_runs_an_agent_on_a_task_and_proves_its_row(
     output = workspace / "out"  # inside of the workspace, as `--workspace .` has it
     assert run(output, workspace, "--model", str(model), "--check", HAS_SAID) == 0
     printed = capsys.readouterr().out
-    path, record = read_rollout(output)
+    (path,) = find_records(output / FOLDER / DEFAULT_SET).values()
+    _, record = read_records(path)
     (row,) = record["rows"]
     assert record["messages"][0]["content"] == "Say it."
     assert (record["reward"], record["reward_parts"]) == (1.0, {"agent_failed": 0.0})

@@ -30,7 +30,6 @@ from unbroken.runs.policy_check import (
     check_surprise,
     choose_max_k3,
     find_surprise,
-    make_prompts,
     sample_probes,
 )
 from unbroken.runs.run import _choose_training
@@ -112,10 +111,10 @@ async def test_prompts_that_leave_no_room_or_cannot_be_rendered_are_ids_of_no_te
             raise PolicyMismatchError("no")
 
     async with embedded(make_model()) as engine:
-        prompts = make_prompts(Refusing(server_tokenizer()), None, engine, num=3)
-        assert [len(prompt.token_ids) for prompt in prompts] == [16, 16, 16]
-        rows = await sample_probes(engine, prompts, SamplingParams(top_k=5))
-    assert all(row.kept_ids is not None for row in rows[:3])
+        refusing = Refusing(server_tokenizer())
+        prompts, rows = await sample_probes(engine, refusing, None, SamplingParams(top_k=5))
+    assert {len(prompt.token_ids) for prompt in prompts} == {16}
+    assert all(row.kept_ids is not None for row in rows[: len(prompts)])
     assert {row.temperature for row in rows} == {1.0}
 
 

@@ -38,7 +38,7 @@ _SITUATIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionText:
+class _CompletionText:
     """The text of one sampled turn; `stop` is the token that ends it."""
 
     prompt: str
@@ -48,7 +48,7 @@ class CompletionText:
 
 def make_completion(
     subject: Subject, history: Sequence[Message], turn: Message, *, tools: Sequence[ToolSchema], next_role: str = "user"
-) -> CompletionText | None:
+) -> _CompletionText | None:
     """Make the completion for a turn that a message with the role `next_role` follows.
 
     None: the template refuses the turn, does not write it after its generation prompt, or nothing ends it.
@@ -67,9 +67,9 @@ def make_completion(
     if run:
         num_close = _count_shared([token for token, _ in run], ends.sequence)
         stop, start = run[max(num_close, 1) - 1]
-        return CompletionText(prompt=prompt, body=body[:start], stop=stop)
+        return _CompletionText(prompt=prompt, body=body[:start], stop=stop)
     header = _find_header(subject, ends, tools, next_role)
-    return None if header is None else CompletionText(prompt=prompt, body=body.rstrip(), stop=header)
+    return None if header is None else _CompletionText(prompt=prompt, body=body.rstrip(), stop=header)
 
 
 def _drop_generation_prompt(facts: TemplateFacts, ends: TurnEnds, prompt: str, last: str) -> str:
@@ -259,7 +259,7 @@ def find_round_trip(subject: Subject, *, seed: int, max_calls: int) -> RoundTrip
     )
 
 
-def _parse(subject: Subject, sampled: CompletionText) -> ParsedResponse:
+def _parse(subject: Subject, sampled: _CompletionText) -> ParsedResponse:
     return subject.renderer.parse_response(
         token_ids(subject.encode(sampled.body + sampled.stop)),
         prompt_ids=token_ids(subject.encode(sampled.prompt)),
@@ -267,7 +267,7 @@ def _parse(subject: Subject, sampled: CompletionText) -> ParsedResponse:
     )
 
 
-def _find_differences(turn: Message, sampled: CompletionText, parsed: ParsedResponse) -> dict[str, str]:
+def _find_differences(turn: Message, sampled: _CompletionText, parsed: ParsedResponse) -> dict[str, str]:
     """Describe each part that is read differently. The template may trim white space at the ends of texts."""
     found = {}
     content, reasoning = str(turn["content"]).strip(), turn.get("reasoning_content", "").strip()

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.errors import ImageError, InvalidInputError
-from unbroken.images.placeholders import check_image_ids
+from unbroken.errors import EchoError, ImageError, InvalidInputError
 from unbroken.images.processor import ImageProcessor, ProcessedImage, join_inputs, name_token_types
 from unbroken.types import ImageSpan, TokenIds, freeze
 
@@ -96,7 +95,7 @@ class ImageModel:
         """Process the images of a prompt, in any thread. `ImageError` and `EchoError` as `Engine.sample`."""
         images = [self.processor.process(s.image, s.settings, name=f"images[{k}]") for k, s in enumerate(spans)]
         for k, (span, image) in enumerate(zip(spans, images, strict=True)):
-            check_image_ids(prompt_ids, span, image.token_ids, name=f"images[{k}]")
+            _check_image_ids(prompt_ids, span, image.token_ids, name=f"images[{k}]")
         places = tuple(
             span.offset + np.flatnonzero(image.token_types) for span, image in zip(spans, images, strict=True)
         )
@@ -180,3 +179,16 @@ def _select_inputs(function: Any, inputs: Mapping[str, torch.Tensor]) -> dict[st
     """Keep the inputs that the function has as parameters."""
     names = inspect.signature(function).parameters
     return {name: tensor for name, tensor in inputs.items() if name in names}
+
+
+def _check_image_ids(ids: TokenIds, span: ImageSpan, own: TokenIds, *, name: str) -> None:
+    """Raise `EchoError` if the ids at a span differ from `own`, the ids that a processor makes of its image (I3).
+
+    Comparing whole prompts is not enough: it misses two adjacent images whose lengths are swapped.
+    """
+    if not np.array_equal(ids[span.offset : span.stop], own):
+        others = "others, " if span.length == len(own) else ""
+        raise EchoError(
+            f"{name} (sha256 {span.sha256[:12]}..., settings {span.settings}) has {span.length} ids in the prompt that "
+            f"was sent and {others}{len(own)} in the engine's, at {span.offset}: the processors disagree"
+        )

@@ -93,7 +93,7 @@ def _call_all(deliveries: list[Callable[[], None]]) -> None:
         deliver()
 
 
-class Workload(Protocol):
+class _Workload(Protocol):
     """The work of a worker; called only from its thread."""
 
     @property
@@ -113,7 +113,7 @@ class Workload(Protocol):
 class Worker:
     """Runs a workload in its own thread, from the first command until `stop` or a failure."""
 
-    def __init__(self, workload: Workload, *, name: str) -> None:
+    def __init__(self, workload: _Workload, *, name: str) -> None:
         self._workload = workload
         self._name = name
         self._commands: SimpleQueue[tuple[Callable[[], None], Answer[Any]]] = SimpleQueue()

@@ -120,15 +120,6 @@ def convert_result(
     )
 
 
-def has_lost_images(output: RequestOutput) -> bool:
-    """Whether vLLM ended a request at once because its processes disagree about which images they keep.
-
-    The frontend process sent only an image's name to the engine process, which does not have it: an earlier request was
-    cancelled on its way, or the cache is small. vLLM then corrects itself, and the request must be sent again.
-    """
-    return any(c.finish_reason == "error" and not len(c.token_ids) for c in output.outputs)
-
-
 def check_prompt(output: RequestOutput, request: SampleRequest) -> None:
     """Raise `EchoError` unless the prompt of an output is that of `request` (I3)."""
     prompt_ids = token_ids(output.prompt_token_ids)

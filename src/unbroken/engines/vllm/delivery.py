@@ -21,7 +21,7 @@ import torch
 from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.weights.adapters import AdaptedWeight, is_adapter, match_adapter
-from unbroken.weights.checkpoint import WeightShapes, checkpoint_folder
+from unbroken.weights.checkpoint import WeightShapes
 from unbroken.weights.files import FileSource, write_tensors
 from unbroken.weights.memory import MemorySource, WeightRow
 from unbroken.weights.receiver import WireSource
@@ -175,7 +175,7 @@ class Deliveries:
         if self._shapes is None:
             config = self._llm.model_config
             folder = await asyncio.to_thread(
-                checkpoint_folder,
+                _checkpoint_folder,
                 config.model,
                 revision=config.revision,
                 download_dir=self._llm.vllm_config.load_config.download_dir,
@@ -292,3 +292,20 @@ async def run_copy(copy: Callable[[], SharedSource]) -> SharedSource:
     except asyncio.CancelledError:
         copying.add_done_callback(close)
         raise
+
+
+def _checkpoint_folder(model: str, *, revision: str | None, download_dir: str | None) -> Path:
+    """Return the folder with a model's files, if `model` is a folder or a name on the hub that vLLM has downloaded.
+
+    Raises:
+        EngineError: they are not on this machine.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise EngineError(f"the files of {model!r} are not on this machine: {error}") from error

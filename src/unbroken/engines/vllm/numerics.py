@@ -1,7 +1,7 @@
 """The same bits in vLLM and in a trainer, in bfloat16 on Hopper: both run transformers' modules, by the same kernels.
 
 What vLLM would compute otherwise is switched off: its own models, the compiler, and kernels that choose by the shapes
-of a step (`VLLM_BATCH_INVARIANT`). The trainer takes vLLM's attention (`attend`), its settings of products, and its
+of a step (`VLLM_BATCH_INVARIANT`). The trainer takes vLLM's attention (`_attend`), its settings of products, and its
 means and softmaxes (`share_kernels`). vLLM takes the trainer's norms, products, log_softmax and temperature: torch's,
 which on Hopper with these settings do not depend on the number of rows. cuBLASLt has the bits of vLLM's own products in
 Triton, at a third of their time for few rows.
@@ -61,7 +61,7 @@ def make_exact(args: Any) -> Any:
             raise InvalidInputError(f"numerics must be fast with vLLM's {name} = {getattr(args, name)}, got exact")
     own = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(args.model, **own)
-    check_config(config)
+    _check_config(config)
     _check_machine()
     if config.get_text_config() is not config:  # its text alone: the trainer takes no images, so vLLM takes none
         args = replace(args, limit_mm_per_prompt={"image": 0, "video": 0})
@@ -72,7 +72,7 @@ def make_exact(args: Any) -> Any:
     return replace(args, worker_extension_cls=f"{__name__}.ExactWorkerExtension")
 
 
-def check_config(config: Any) -> None:
+def _check_config(config: Any) -> None:
     """Check by its config that trainer and vLLM can compute a model with the same bits.
 
     Raises:
@@ -186,11 +186,11 @@ def attend_as_vllm(model: Any, num_parts: int) -> None:
     Raises:
         InvalidInputError: it has not, with the name of the module; or its config cannot have them.
     """
-    check_config(model.config)
+    _check_config(model.config)
     if num_parts > 1:
         multiply_in_parts(model, num_parts)
     _compute_rotary_here(model)
-    AttentionInterface.register(_AS_VLLM, attend)
+    AttentionInterface.register(_AS_VLLM, _attend)
     AttentionMaskInterface.register(_AS_VLLM, _make_no_mask)
     model.set_attn_implementation(_AS_VLLM)
     if model.config.get_text_config()._attn_implementation != _AS_VLLM:
@@ -243,7 +243,7 @@ def _make_no_mask(*_: Any, **__: Any) -> None:
     """The kernel is causal, and each row has a lane to itself."""
 
 
-def attend(
+def _attend(
     module: Any, query: Any, key: Any, value: Any, *_: Any, scaling: float | None = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of whole rows by vLLM's kernel: [B, H, T, D] over [B, G, T, D], as [B, T, H, D]."""

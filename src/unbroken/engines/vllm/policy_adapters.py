@@ -32,7 +32,7 @@ _HEADS = frozenset({"lm_head", "embed_tokens"})
 
 
 @dataclass(slots=True, kw_only=True)
-class PolicyAdapter:
+class _PolicyAdapter:
     """The adapter of one version."""
 
     policy_version: int
@@ -47,19 +47,19 @@ class PolicyAdapters:
     def __init__(self, llm: AsyncLLM, rpc: Callable[..., Awaitable[list[Any]]]) -> None:
         self._llm = llm
         self._rpc = rpc
-        self._kept: list[PolicyAdapter] = []
+        self._kept: list[_PolicyAdapter] = []
         """By version; the last one is in use."""
         self._num_loaded = 0
         self._modules: Collection[str] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
 
     @property
-    def in_use(self) -> PolicyAdapter | None:
+    def in_use(self) -> _PolicyAdapter | None:
         """The adapter of the policy; None while it is the model alone."""
         return self._kept[-1] if self._kept else None
 
     @contextmanager
-    def use(self) -> Iterator[PolicyAdapter | None]:
+    def use(self) -> Iterator[_PolicyAdapter | None]:
         """The adapter in use, which is kept until the block ends."""
         adapter = self.in_use
         if adapter is None:
@@ -126,7 +126,7 @@ class PolicyAdapters:
         lora = LoRARequest(
             f"{POLICY_ADAPTER}{policy_version}", number, f"version {policy_version}, which came by an update"
         )
-        self._kept.append(PolicyAdapter(policy_version=policy_version, lora=lora))
+        self._kept.append(_PolicyAdapter(policy_version=policy_version, lora=lora))
         self._drop_unused()
 
     def _has_room(self, num_others: int) -> bool:
@@ -146,7 +146,7 @@ class PolicyAdapters:
             self._dropping.add(task)
             task.add_done_callback(self._dropping.discard)
 
-    async def _drop(self, adapter: PolicyAdapter) -> None:
+    async def _drop(self, adapter: _PolicyAdapter) -> None:
         with suppress(EngineError):  # closed or failed
             await self._rpc("drop_adapter", adapter.lora.lora_int_id)
         self._kept.remove(adapter)

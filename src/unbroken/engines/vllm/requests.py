@@ -11,7 +11,6 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.calls import translate_errors
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.types import SampleRequest
@@ -20,7 +19,7 @@ _DRAIN_S = 1.0
 """Longest wait for aborted calls to return."""
 _POLL_S = 0.005
 _MAX_TRIES = 3
-"""How often a request with images is sent to vLLM; see `conversion.has_lost_images`."""
+"""How often a request with images is sent to vLLM; see `_has_lost_images`."""
 
 
 class Requests:
@@ -57,7 +56,7 @@ class Requests:
                 lost = False
                 async with aclosing(self._try(request, params, adapter, rank)) as outputs:
                     async for output in outputs:
-                        lost = bool(request.images) and num_more > 0 and conversion.has_lost_images(output)
+                        lost = bool(request.images) and num_more > 0 and _has_lost_images(output)
                         if lost:
                             break
                         yield output
@@ -102,3 +101,12 @@ class Requests:
                 async for output in outputs:
                     self._check()
                     yield output
+
+
+def _has_lost_images(output: RequestOutput) -> bool:
+    """Whether vLLM ended a request at once because its processes disagree about which images they keep.
+
+    The frontend process sent only an image's name to the engine process, which does not have it: an earlier request was
+    cancelled on its way, or the cache is small. vLLM then corrects itself, and the request must be sent again.
+    """
+    return any(c.finish_reason == "error" and not len(c.token_ids) for c in output.outputs)

@@ -178,7 +178,7 @@ class WorkerExtension:
         """Keep what `receive_weights` keeps as the adapter `number`; `modules` has the checkpoint's names."""
         assert self._received is not None
         received, self._received = self._received, None
-        return answer(lambda: keep_adapter(self.model_runner, number, received, modules, rank))
+        return answer(lambda: _keep_adapter(self.model_runner, number, received, modules, rank))
 
     def drop_adapter(self, number: int) -> None:
         """Forget an adapter, if it is kept."""
@@ -232,7 +232,7 @@ def _find_lora_modules(model_runner: Any) -> list[str]:
     return sorted({part for module in manager.supported_lora_modules for part in packed.get(module, [module])})
 
 
-def keep_adapter(model_runner: Any, number: int, tensors: NamedTensors, modules: Mapping[str, str], rank: int) -> None:
+def _keep_adapter(model_runner: Any, number: int, tensors: NamedTensors, modules: Mapping[str, str], rank: int) -> None:
     """Register an adapter with vLLM's manager and put it into a slot.
 
     It is pinned in the manager's memory, from which vLLM could not load it again; slots are given and taken by vLLM.

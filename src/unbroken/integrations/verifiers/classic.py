@@ -40,7 +40,7 @@ class ClassicEnvironment:
                 "each attempt needs its own session"
             )
 
-    def rows(self, *, evaluation: bool) -> ClassicRows:
+    def rows(self, *, evaluation: bool) -> _ClassicRows:
         """Its data set for training or evaluation; raises `InvalidInputError` if it has no such set."""
         environment = self._environment
         try:
@@ -49,10 +49,10 @@ class ClassicEnvironment:
             raise InvalidInputError(f"environment {self._name!r} has no rows to train on: {error}") from error
         if len(dataset) == 0:
             raise InvalidInputError(f"environment {self._name!r} has no rows: its data set is empty")
-        return ClassicRows(environment, dataset)
+        return _ClassicRows(environment, dataset)
 
 
-class ClassicRows:
+class _ClassicRows:
     """The rows of an environment's data set."""
 
     def __init__(self, environment: Any, dataset: Any) -> None:

@@ -49,7 +49,7 @@ class TasksetEnvironment:
             )
         return cls(config=config, agent=trained[0])
 
-    def rows(self, *, evaluation: bool) -> TasksetRows:
+    def rows(self, *, evaluation: bool) -> _TasksetRows:
         """The tasks of its taskset, the same ones for training and evaluation."""
         from verifiers.v1.utils.loaders import load_taskset
 
@@ -61,7 +61,7 @@ class TasksetEnvironment:
         tasks = list(taskset)
         if not tasks:
             raise InvalidInputError(f"environment {self.config.taskset.id!r} has no tasks")
-        return TasksetRows(self, tasks)
+        return _TasksetRows(self, tasks)
 
     async def attempt(self, task: Any, session: AgentSession) -> AgentOutcome:
         """Run one episode. Each has its own interception server, which keeps a client for each session.
@@ -90,7 +90,7 @@ class TasksetEnvironment:
         return _read_outcome(traces[0])
 
 
-class TasksetRows:
+class _TasksetRows:
     """The tasks of a taskset."""
 
     def __init__(self, environment: TasksetEnvironment, tasks: Sequence[Any]) -> None:

@@ -37,6 +37,7 @@ If it rewrites them, messages before the turn may have moved behind it: that is 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -51,7 +52,6 @@ from unbroken.rendering.bridge.sentinels import (
     SentinelTexts,
     TurnSentinels,
     build_sentinel_turn,
-    choose_word,
     may_change_shape,
     stand_once,
 )
@@ -245,7 +245,7 @@ class GlueFinder:
         real: str,
     ) -> _Found:
         """The glue in the text `real` of a conversation, found with sentinels that keep the shape of its turn."""
-        word = choose_word("W", real)
+        word = _choose_word("W", real)
         calls: Sequence[Mapping[str, Any]] = (turn.get("tool_calls") or ()) if self._format.renders_calls else ()
         first_error: Exception | None = None
         # Sentinels made turns of another shape, and refused without cause: a call without arguments got one.
@@ -418,7 +418,7 @@ class GlueFinder:
         The template may treat sentinels otherwise than the texts: all that it writes around them is in `glue` too.
         Where it is not, because a text says `/no_think`, the sentinels stand at the ends of the texts.
         """
-        word = choose_word("X", real)
+        word = _choose_word("X", real)
         try:
             self._check_sentinels(conversation, turn, glue, word, keeps_texts=False)
         except BridgeRefusedError as error:
@@ -472,7 +472,7 @@ class GlueFinder:
 
     def _check_spelling(self, conversation: _Conversation, glue: str, spelled: frozenset[str]) -> None:
         """Check that the glue stays the same where the messages before the turn spell none of these tokens."""
-        word = choose_word("X", glue)
+        word = _choose_word("X", glue)
         pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))))
         before = [_replace_pattern(message, pattern, word) for message in conversation.before]
         messages = [*before, conversation.sentinel_turn, *conversation.new]
@@ -488,7 +488,7 @@ class GlueFinder:
         Sentinels as their texts show that, and sentinels at the ends of their texts, where a template moves a message
         because of what it says. Where both change the glue, the texts themselves are looked for in it.
         """
-        word = choose_word("X", real)
+        word = _choose_word("X", real)
         fixed = [message for message in conversation.before if message["role"] not in self._may_move]
         for keeps_texts in (False, True):
             probes = SentinelTexts(fixed, word, keeps_texts=keeps_texts)
@@ -570,3 +570,8 @@ def _remove_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _count_common_suffix(left: str, right: str) -> int:
     pairs = zip(reversed(left), reversed(right), strict=False)
     return next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _choose_word(letter: str, text: str) -> str:
+    """The beginning of sentinels, which `text` does not contain."""
+    return next(word for number in itertools.count(7) if (word := f"{letter}q{number}") not in text)

@@ -39,11 +39,6 @@ class TurnSentinels:
         return re.sub(rf"{self.word}Name\d+z", "", glue) if self.is_bare else glue
 
 
-def choose_word(letter: str, text: str) -> str:
-    """The beginning of sentinels, which `text` does not contain."""
-    return next(word for number in itertools.count(7) if (word := f"{letter}q{number}") not in text)
-
-
 def may_change_shape(turn: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> bool:
     """Whether sentinels may make a template write a turn of another shape; `calls` are those that it writes.
 

@@ -49,12 +49,6 @@ def mark_suspicious_strings(value: Any, is_suspicious: Callable[[str], bool]) ->
     )
 
 
-def read_marks(marked: str, plain: str) -> list[Span] | None:
-    """Find the spans of marked text in `plain`, in order; None if the template treated marked text differently."""
-    read = remove_marks(marked)
-    return read[1] if read is not None and read[0] == plain else None
-
-
 def remove_marks(marked: str) -> tuple[str, list[Span]] | None:
     """The text without its marks, and the spans of marked text in it; None if the marks are not in pairs."""
     spans: list[Span] = []

@@ -56,7 +56,7 @@ class UnsafeTextError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoding:
+class _Encoding:
     """The ids of a text, with the message that each belongs to."""
 
     token_ids: TokenIds
@@ -109,7 +109,7 @@ class SafeEncoder:
         self._spells_control = lru_cache(_MAX_KNOWN)(self._find_out_if_control)
         self._may_forge = lru_cache(_MAX_KNOWN)(self._find_out_if_forgery)
 
-    def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
+    def encode(self, text: str, spans: Sequence[Span]) -> _Encoding:
         """Encode `text`, in which `spans` (in order, disjoint) are text from outside. Raises `UnsafeTextError`."""
         self._check_words(text, spans)
         encoding = encode_text(self._tokenizer, text, lock=self._lock)
@@ -120,7 +120,7 @@ class SafeEncoder:
             owners = _find_message_indices(offsets, spans)
         if any(span.index == OUTSIDE_INDEX for span in spans):
             owners[owners == OUTSIDE_INDEX] = TEMPLATE
-        return Encoding(token_ids=ids, message_indices=owners)
+        return _Encoding(token_ids=ids, message_indices=owners)
 
     def encode_plain(self, text: str) -> TokenIds:
         """The tokenizer's own encoding, for text that the template wrote."""

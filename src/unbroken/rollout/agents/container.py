@@ -58,13 +58,13 @@ class Image:
             f"first: {found[0]} pull {name}"
         )
 
-    def open(self, work: Path, home: Path | None) -> Container:
+    def open(self, work: Path, home: Path | None) -> _Container:
         """A container that works in `work`; without a home it has the image's `/tmp` in its place."""
-        return Container(image=self, work=work, home=home)
+        return _Container(image=self, work=work, home=home)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Container:
+class _Container:
     """One container, for one command."""
 
     image: Image

@@ -8,12 +8,11 @@ KNOWN_AGENTS["codex"].start(session, instruction="Fix the test.", home=home)    
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError
-from unbroken.messages import Message, get_text
 from unbroken.rollout.agents.session import AgentSession
 
 
@@ -188,20 +187,3 @@ wire_api = "responses"
     ),
 }
 """By the names that `agent.name` and `unbroken agent` take."""
-
-
-def read_instruction(messages: Sequence[Message], *, place: str) -> str:
-    """The text of a prompt for an agent, which has its own system prompt; an error begins with `place`.
-
-    Raises:
-        InvalidInputError: the prompt is anything but one message of the user, of text.
-    """
-    roles = [message["role"] for message in messages]
-    content = messages[0].get("content")
-    parts = {part["type"] for part in content} if isinstance(content, list) else {"text"}
-    if roles != ["user"] or parts != {"text"}:
-        raise InvalidInputError(
-            f"{place} must be one message of the user, of text, for an agent.name, which has a system prompt of its "
-            f"own: got messages of {', '.join(roles)}, the first with {', '.join(sorted(parts))}"
-        )
-    return get_text(content)

@@ -34,7 +34,7 @@ class Topic(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class _Rule:
     """When a diagnosis speaks, and what it advises."""
 
     name: str
@@ -630,8 +630,8 @@ def _shorten(error: str, *, most: int = 600) -> str:
     return line if len(line) <= most else f"{line[:most]} ..."
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[_Rule, ...] = (
+    _Rule(
         name="failures",
         topic=Topic.LEARNING,
         find=_find_failures,
@@ -639,7 +639,7 @@ RULES: tuple[Rule, ...] = (
         advice="read the exception: it is in your environment, tool, reward or agent, or in the engine. A rollout that "
         "fails is not trained on",
     ),
-    Rule(
+    _Rule(
         name="tool-errors",
         topic=Topic.LEARNING,
         find=_find_tool_errors,
@@ -647,7 +647,7 @@ RULES: tuple[Rule, ...] = (
         advice="call the tool yourself with the arguments of a rollout; the policy learns to live without a tool that "
         "never answers",
     ),
-    Rule(
+    _Rule(
         name="equal-rewards",
         topic=Topic.LEARNING,
         find=_find_equal_rewards,
@@ -657,14 +657,14 @@ RULES: tuple[Rule, ...] = (
         "rollouts of each "
         "(--rollouts.group-size)",
     ),
-    Rule(
+    _Rule(
         name="solved",
         topic=Topic.LEARNING,
         find=_find_solved,
         when="all rewards of three steps are the highest number that was seen, and lower ones were seen before",
         advice="if it is: `unbroken export RUN MODEL` writes the model; if not, take harder problems",
     ),
-    Rule(
+    _Rule(
         name="same-completions",
         topic=Topic.LEARNING,
         find=_find_same_completions,
@@ -675,14 +675,14 @@ RULES: tuple[Rule, ...] = (
         "rate, or reward what differs between problems. `unbroken export RUN/checkpoints/STEP` has a policy from "
         "before",
     ),
-    Rule(
+    _Rule(
         name="entropy-fall",
         topic=Topic.LEARNING,
         find=_find_entropy_fall,
         when="the entropy is below 0.05 nats and a tenth of what it was, and the reward has not risen",
         advice="lower the learning rate, set --trainer.entropy-control.target, or a higher temperature",
     ),
-    Rule(
+    _Rule(
         name="no-variance",
         topic=Topic.LEARNING,
         find=_find_no_variance,
@@ -691,7 +691,7 @@ RULES: tuple[Rule, ...] = (
         "or replace such "
         "groups (--loop.max-replacements)",
     ),
-    Rule(
+    _Rule(
         name="cut",
         topic=Topic.LEARNING,
         find=_find_cut,
@@ -700,14 +700,14 @@ RULES: tuple[Rule, ...] = (
         "model ends its "
         "turns (`unbroken audit MODEL`)",
     ),
-    Rule(
+    _Rule(
         name="turns",
         topic=Topic.LEARNING,
         find=_find_many_turns,
         when="at least 80 % of the rollouts of three steps use up their turns, and the reward does not rise",
         advice="raise --rollouts.limits.max-turns, or have the environment end the episode",
     ),
-    Rule(
+    _Rule(
         name="parse-failures",
         topic=Topic.LEARNING,
         find=_find_parse_failures,
@@ -715,7 +715,7 @@ RULES: tuple[Rule, ...] = (
         advice="look at a call as it was sampled: the model may call in another format than its template "
         "(`unbroken audit MODEL`), or be too small for it",
     ),
-    Rule(
+    _Rule(
         name="wrong-calls",
         topic=Topic.LEARNING,
         find=_find_wrong_calls,
@@ -725,7 +725,7 @@ RULES: tuple[Rule, ...] = (
         "that the prompt "
         "shows them",
     ),
-    Rule(
+    _Rule(
         name="unused-tools",
         topic=Topic.LEARNING,
         find=_find_unused_tools,
@@ -734,7 +734,7 @@ RULES: tuple[Rule, ...] = (
         "template does), and say "
         "in the prompt when to call them",
     ),
-    Rule(
+    _Rule(
         name="timeouts",
         topic=Topic.LEARNING,
         find=_find_timeouts,
@@ -742,21 +742,21 @@ RULES: tuple[Rule, ...] = (
         advice="raise --rollouts.limits.timeout-s, or make tools and environment faster: their times are in each "
         "rollout",
     ),
-    Rule(
+    _Rule(
         name="unscored",
         topic=Topic.LEARNING,
         find=_find_unscored,
         when="at least half of the rollouts of two steps have no reward",
         advice="return a number where a reward function has an opinion: None is for rollouts that it does not judge",
     ),
-    Rule(
+    _Rule(
         name="lonely-groups",
         topic=Topic.LEARNING,
         find=_find_lonely_groups,
         when="more than half of the groups of two steps have fewer than two rollouts left",
         advice="look for rollouts that failed, were aborted or have no reward, or raise --rollouts.group-size",
     ),
-    Rule(
+    _Rule(
         name="forks",
         topic=Topic.LEARNING,
         find=_find_forks,
@@ -765,7 +765,7 @@ RULES: tuple[Rule, ...] = (
         "costs time and "
         "credit (docs/bridges.md, `unbroken audit MODEL`)",
     ),
-    Rule(
+    _Rule(
         name="no-learning-rate",
         topic=Topic.LEARNING,
         find=_find_no_learning_rate,
@@ -773,21 +773,21 @@ RULES: tuple[Rule, ...] = (
         advice="set --trainer.optimizer.learning-rate, or a schedule that does not end before the run "
         "(--trainer.optimizer.decay-updates)",
     ),
-    Rule(
+    _Rule(
         name="small-updates",
         topic=Topic.LEARNING,
         find=_find_small_updates,
         when="the learning rate is below 1e-8 in twenty steps, and the reward does not rise",
         advice="raise --trainer.optimizer.learning-rate: 1e-6 is usual for all weights, 1e-5 to 1e-4 with LoRA",
     ),
-    Rule(
+    _Rule(
         name="no-gradient",
         topic=Topic.LEARNING,
         find=_find_no_gradient,
         when="the gradient is 0 in two steps that have rows",
         advice="look at your loss or advantages (--loss, --advantages): they return nothing that depends on the policy",
     ),
-    Rule(
+    _Rule(
         name="reward-range",
         topic=Topic.NUMBERS,
         find=_find_reward_range,
@@ -795,7 +795,7 @@ RULES: tuple[Rule, ...] = (
         advice="scale rewards to about 0 to 1: one that is huge drowns all others, and float32 rounds small "
         "differences away",
     ),
-    Rule(
+    _Rule(
         name="not-finite",
         topic=Topic.NUMBERS,
         find=_find_not_finite,
@@ -804,7 +804,7 @@ RULES: tuple[Rule, ...] = (
         "down, and see "
         "mismatch/max_abs of the steps before",
     ),
-    Rule(
+    _Rule(
         name="large-gradients",
         topic=Topic.NUMBERS,
         find=_find_large_gradients,
@@ -812,42 +812,42 @@ RULES: tuple[Rule, ...] = (
         advice="look at the rewards and rollouts of this step, and lower the learning rate or "
         "--trainer.optimizer.max-grad-norm",
     ),
-    Rule(
+    _Rule(
         name="large-updates",
         topic=Topic.NUMBERS,
         find=_find_large_updates,
         when="train/k3 is above 0.1 in three steps",
         advice="lower the learning rate or --trainer.num-iterations",
     ),
-    Rule(
+    _Rule(
         name="clipping",
         topic=Topic.NUMBERS,
         find=_find_clipping,
         when="more than 30 % of the tokens of three steps are clipped",
         advice="lower the learning rate or --trainer.num-iterations",
     ),
-    Rule(
+    _Rule(
         name="mismatch",
         topic=Topic.NUMBERS,
         find=_find_mismatch,
         when="mismatch/k3_lag_0 is above 0.01",
         advice="see docs/engines.md#one-policy, and `unbroken numerics MODEL` for what this machine does",
     ),
-    Rule(
+    _Rule(
         name="stale",
         topic=Topic.NUMBERS,
         find=_find_stale,
         when="rollouts of older weights have mismatch/k3 above 0.05, or 30 % of their tokens corrected, in three steps",
         advice="lower --loop.max-staleness or the learning rate (docs/sampling-ahead.md)",
     ),
-    Rule(
+    _Rule(
         name="other-work",
         topic=Topic.SLOW,
         find=_find_other_work,
         when="40 % of three steps of five seconds and more is one part that neither samples nor trains",
         advice="do that less often; the run's timeline shows when (docs/runs.md#timeline)",
     ),
-    Rule(
+    _Rule(
         name="slow-environment",
         topic=Topic.SLOW,
         find=_find_slow_environment,
@@ -856,14 +856,14 @@ RULES: tuple[Rule, ...] = (
         "or in processes of "
         "their own (--rollouts.samplers)",
     ),
-    Rule(
+    _Rule(
         name="slow-queue",
         topic=Topic.SLOW,
         find=_find_slow_queue,
         when="half of the engine's time is its queue",
         advice="give the engine more memory or more GPUs, or fewer rollouts at once (--loop.max-groups-in-flight)",
     ),
-    Rule(
+    _Rule(
         name="little-memory",
         topic=Topic.MEMORY,
         find=_find_little_memory,
@@ -872,7 +872,7 @@ RULES: tuple[Rule, ...] = (
         "machine with more "
         "memory",
     ),
-    Rule(
+    _Rule(
         name="out-of-memory",
         topic=Topic.MEMORY,
         find=_find_out_of_memory,
@@ -884,14 +884,14 @@ RULES: tuple[Rule, ...] = (
         "command continues "
         "from the last checkpoint",
     ),
-    Rule(
+    _Rule(
         name="died",
         topic=Topic.ENDED,
         find=_find_death,
         when="its process is gone and has not said how it ended",
         advice="look into the log of your scheduler and `dmesg`; the same command continues from the last checkpoint",
     ),
-    Rule(
+    _Rule(
         name="error",
         topic=Topic.ENDED,
         find=_find_error,

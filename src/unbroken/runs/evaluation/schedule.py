@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import DEFAULT_SET, EvaluationSet, Sampler
 from unbroken.runs.config import EvaluationConfig
@@ -21,15 +20,6 @@ from unbroken.runs.evaluation.numbers import tracked
 from unbroken.runs.export.kept import KeptModels
 from unbroken.timeline import Timeline
 from unbroken.training.metrics.writer import MetricsWriter
-
-
-def check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
-    """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is not one of them."""
-    names = [each.name for each in sets]
-    if len(set(names)) < len(names):
-        raise InvalidInputError(f"name must be different for each evaluation set, got {names}")
-    if config.best_set is not None and config.best_set not in names:
-        raise InvalidInputError(f"evaluation.best_set must be one of {names}, got {config.best_set!r}")
 
 
 def make_evaluators(

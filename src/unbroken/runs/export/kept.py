@@ -20,7 +20,7 @@ from unbroken.runs.config import ExportConfig
 from unbroken.runs.export.files import ModelInfo, add_files, read_info
 from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.trainer import Trainer
-from unbroken.weights.folders import move_folder, remove_folder, remove_unfinished
+from unbroken.weights.folders import flush_to_disk, remove_folder, remove_unfinished
 
 FINAL, BEST, MODELS = "final", "best", "models"
 CANDIDATE = "best-candidate"
@@ -85,7 +85,7 @@ class KeptModels:
             info = read_info(candidate) if self.trainer.is_main_process else None
             if info is not None and is_best:
                 add_files(candidate, replace(info, evaluation=dict(evaluation)))
-                move_folder(candidate, self.output / BEST)
+                _move_folder(candidate, self.output / BEST)
         self.remove_candidate()
 
     def remove_candidate(self) -> None:
@@ -109,3 +109,11 @@ class KeptModels:
             form = make_form(merged=config.merged, dtype=info.dtype)
             self.trainer.save_pretrained(folder, form=form, add_files=partial(add_files, info=info))
         return folder
+
+
+def _move_folder(folder: Path, target: Path) -> None:
+    """Give a folder another name; a folder that has it is replaced."""
+    if target.exists():
+        remove_folder(target)
+    folder.rename(target)
+    flush_to_disk(target.parent)

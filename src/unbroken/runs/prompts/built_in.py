@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, get_text
 from unbroken.model_source import check_model_folder, check_model_source
 from unbroken.rollout.agents.command import CommandAgent, CommandReward
-from unbroken.rollout.agents.known import read_instruction
 from unbroken.rollout.agents.session import Agent, AgentTask
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
@@ -306,7 +305,7 @@ class ProblemMaker:
             if not isinstance(agent, CommandAgent) or agent.known is None:
                 return agent
             place = f"row {rows.index(number)} of {rows.name}"
-            return replace(agent, instruction=read_instruction(rows.messages(number), place=place))
+            return replace(agent, instruction=_read_instruction(rows.messages(number), place=place))
 
         def task(number: int) -> AgentTask:
             return AgentTask(agent=prepare(number), task=rows.row(number))
@@ -379,3 +378,20 @@ async def _leave_unscored(number: int, group: TrajectoryGroup) -> TrajectoryGrou
 async def _no_reward(messages: Sequence[Message]) -> float:
     """The reward until `score` has the whole group."""
     return 0.0
+
+
+def _read_instruction(messages: Sequence[Message], *, place: str) -> str:
+    """The text of a prompt for an agent, which has its own system prompt; an error begins with `place`.
+
+    Raises:
+        InvalidInputError: the prompt is anything but one message of the user, of text.
+    """
+    roles = [message["role"] for message in messages]
+    content = messages[0].get("content")
+    parts = {part["type"] for part in content} if isinstance(content, list) else {"text"}
+    if roles != ["user"] or parts != {"text"}:
+        raise InvalidInputError(
+            f"{place} must be one message of the user, of text, for an agent.name, which has a system prompt of its "
+            f"own: got messages of {', '.join(roles)}, the first with {', '.join(sorted(parts))}"
+        )
+    return get_text(content)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError
+from unbroken.images.loader import find_image_parts
 from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, check_conversation, copy_containers
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tools import Tool
-from unbroken.runs.prompts.images import UndecodedRows, count_features, find_sources, identify, place_images
+from unbroken.runs.prompts.images import ImageSource, UndecodedRows, count_features, identify, place_images
 from unbroken.runs.python_files import GIVEN, get_given
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -120,7 +121,7 @@ class Rows:
         for number, (row, cells) in enumerate(zip(self._undecoded, self._iterate_other_columns(), strict=True)):
             messages = self._make_messages(number, row)
             prompts.update(_to_stable_json(row[config.prompt]))
-            for source in find_sources(messages):
+            for source in _find_image_sources(messages):
                 self.has_images = True
                 prompts.update(identify(source).encode())
             columns.update(_to_stable_json(cells))
@@ -196,7 +197,7 @@ class Rows:
             names = self._find_tools(self._rows[index])
             schemas = [tool.schema for tool in tools if names is None or tool.name in names]
             text = json.dumps([messages, schemas], ensure_ascii=False, default=lambda _: "")  # without images
-            sources = find_sources(messages)
+            sources = _find_image_sources(messages)
             estimate = len(text.encode(errors="replace")) + count_features(sources, images) + (num_around or 0)
             if estimate < context_length and (sources or num_around is not None):
                 continue
@@ -357,3 +358,8 @@ def _drop_missing_keys(message: Any, number: int, place: str) -> Message:
         )
     found: Message = {key: value for key, value in message.items() if value is not None or key == "content"}  # type: ignore[assignment]
     return found
+
+
+def _find_image_sources(messages: Sequence[Message]) -> list[ImageSource]:
+    """The images of messages that `place_images` made, in order."""
+    return [part["image"] for _, part in find_image_parts(messages)]

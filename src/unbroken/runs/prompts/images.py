@@ -78,11 +78,6 @@ def place_images(messages: Sequence[Message], images: Any, *, folder: Path | Non
     return placed
 
 
-def find_sources(messages: Sequence[Message]) -> list[ImageSource]:
-    """The images of messages that `place_images` made, in order."""
-    return [part["image"] for _, part in find_image_parts(messages)]
-
-
 def identify(source: ImageSource) -> str:
     """Identify an image by its content, or by the name and size of its file, which is not read for it."""
     return source.sha256 if isinstance(source, EncodedImage) else f"{source.name} {source.stat().st_size}"

@@ -33,7 +33,7 @@ from unbroken.counters import count_costs
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import Message, copy_containers, get_text
-from unbroken.rollout.failures import format_error, format_frames, is_connection_failure, must_propagate
+from unbroken.rollout.failures import format_error, format_frames, must_propagate
 from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.python_files import ModelName, load_object
 from unbroken.threads import run_in_daemon_thread
@@ -101,7 +101,7 @@ class Problem:
     """All columns."""
 
 
-class RewardFunction:
+class _RewardFunction:
     """A reward function from a file, or a reward model."""
 
     def __init__(self, config: RewardConfig, columns: Sequence[str], *, field: str) -> None:
@@ -160,7 +160,7 @@ class RewardFunction:
                 raise RewardError(
                     f"{place}: it did not return within {self._config.timeout_s:g} s (timeout_s)"
                 ) from error
-            if is_connection_failure(error):
+            if _is_connection_failure(error):
                 raise _ConnectionFailedError(f"{place}: it failed with {format_error(error)}") from error
             raise RewardError(f"{place}: it failed with {format_error(error)}{format_frames(error)}") from error
 
@@ -189,7 +189,7 @@ class Rewards:
         """
         if not configs:
             raise InvalidInputError('rewards must hold at least one function: [[rewards]] function = "rewards.py:name"')
-        self._functions = [RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
+        self._functions = [_RewardFunction(config, columns, field=f"rewards[{k}]") for k, config in enumerate(configs)]
         self._add_to_own = add_to_own
         own = {OWN_REWARD: 1.0} if add_to_own else {}
         self._weights = {**own, **{function.name: function.weight for function in self._functions}}
@@ -346,3 +346,16 @@ def _check_spans(spans: Sequence[Any], num_ids: int, place: str) -> tuple[SpanRe
 
 def _sum_spans(spans: Sequence[SpanReward]) -> float:
     return math.fsum(span.reward for span in spans)
+
+
+def _is_connection_failure(error: BaseException) -> bool:
+    """Whether an exception, or a cause of it, says that a connection failed or took too long: a later try may succeed.
+
+    Clients of HTTP raise their own exceptions from such a cause. An `OSError` of a file is not meant: it has a name.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.filename is None:  # ConnectionError and TimeoutError are kinds of it
+            return True
+        seen = seen.__cause__
+    return False

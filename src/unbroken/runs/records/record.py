@@ -77,7 +77,7 @@ class RecordedRow:
     """None if the row was not trained, or nothing is known of single tokens."""
 
 
-def make_rows(trajectory: Trajectory) -> list[RecordedRow]:
+def _make_rows(trajectory: Trajectory) -> list[RecordedRow]:
     """The rows of a trajectory that nobody trains on."""
     pairs = zip(find_trained_paths(trajectory.tree), export_samples(trajectory.tree, 0.0), strict=True)
     return [RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None) for path, row in pairs]
@@ -87,7 +87,7 @@ def write_groups(
     folder: FilePath,
     head: Mapping[str, Any],
     groups: Sequence[TrajectoryGroup],
-    make_rows: Callable[[Trajectory], Sequence[RecordedRow]] = make_rows,
+    _make_rows: Callable[[Trajectory], Sequence[RecordedRow]] = _make_rows,
 ) -> FilePath:
     """Write the file of a step, or of an evaluation of a set: `head` is the first line without what `groups` say.
 
@@ -99,8 +99,8 @@ def write_groups(
     def make_records() -> Iterator[dict[str, Any]]:
         for group in groups:
             for member in group.trajectories:
-                rows = make_rows(member)
-                images.update(find_images(member, [each.row for each in rows]))
+                rows = _make_rows(member)
+                images.update(_find_images(member, [each.row for each in rows]))
                 yield make_record(group.group_id, member, rows, data=group.data)
 
     number = sum(len(group.trajectories) for group in groups)
@@ -205,7 +205,7 @@ def to_json(value: Any, room: int = MAX_DEPTH - 10) -> Any:
     return value if value is None or isinstance(value, str) else str(value)
 
 
-def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[str, bytes]:
+def _find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[str, bytes]:
     """The files of all images that the record of a trajectory names, by their SHA-256."""
     sources: list[Any] = [span.image for row in rows for span in row.images]
     sources += [get_image_source(part) for _, part in find_image_parts(_get_messages(trajectory))]

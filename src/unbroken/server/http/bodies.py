@@ -34,11 +34,6 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
-def is_form_tag(part: object) -> bool:
-    """Whether a part of a field's path is the name of a form, such as `<text>`, which errors leave out."""
-    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
-
-
 def _find_form_of_prompts(value: Any) -> str | None:
     if not isinstance(value, list):
         return None

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -36,7 +35,6 @@ from unbroken.errors import (
     UnknownSessionError,
     WeightsError,
 )
-from unbroken.server.http.bodies import is_form_tag
 from unbroken.server.http.json import json_response
 
 _log = logging.getLogger(__name__)
@@ -219,11 +217,6 @@ def error_response(error: Exception, *, path: str) -> Response:
     return json_response(error_object(http_error, path=path), status=http_error.status, headers=http_error.headers)
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    """Exception handler of the application."""
-    return error_response(error, path=request.scope["path"])
-
-
 def shorten(value: Any) -> str:
     """The beginning of a value's repr, for messages; the cost does not grow with the value."""
     return _SHORT.repr(value)
@@ -244,7 +237,7 @@ def field_error(error: RequestValidationError | ValidationError, *, within: str 
         reason = detail.get("ctx", {}).get("error", "")
         return HttpError(400, f"the body must be JSON in UTF-8: {reason}")
     place = detail["loc"][1:] if isinstance(error, RequestValidationError) else detail["loc"]
-    parts = [within, *(str(part) for part in place if not is_form_tag(part))]
+    parts = [within, *(str(part) for part in place if not _is_form_tag(part))]
     path = ".".join(part for part in parts if part)
     return HttpError(400, f"{path or 'the body'} {_word_rule(detail)}", param=path or None)
 
@@ -269,3 +262,8 @@ _SHORT.maxlevel = 3
 def _reword(message: str) -> str:
     """Word pydantic's rules like our other messages."""
     return message.replace("Input should be", "must be").replace("Value error, ", "")
+
+
+def _is_form_tag(part: object) -> bool:
+    """Whether a part of a field's path is the name of a form, such as `<text>`, which errors leave out."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")

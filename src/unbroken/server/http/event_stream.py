@@ -16,32 +16,19 @@ Events: TypeAlias = Sequence[dict[str, Any]]
 """Events that are ready at the same time: they are sent at once."""
 
 
-async def open_event_stream(chunks: AsyncGenerator[Events]) -> Response:
-    """Answer with one event for each chunk and `[DONE]` at the end, as OpenAI's completions.
-
-    The answer begins with the first chunk, so that an error in the request gets its own status. A later error is an
-    event with the error object, without `[DONE]`.
-    """
-    return _EventStream(
-        await _begin(chunks), chunks, format_error=error_object, is_named=False, end=b"data: [DONE]\n\n"
-    )
-
-
-async def open_named_event_stream(
-    chunks: AsyncGenerator[Events], *, format_error: Callable[[HttpError], dict[str, Any]]
+async def open_event_stream(
+    chunks: AsyncGenerator[Events],
+    *,
+    format_error: Callable[[HttpError], dict[str, Any]] = error_object,
+    is_named: bool = False,
+    end: bytes = b"data: [DONE]\n\n",
 ) -> Response:
-    """Answer with one event for each chunk, named by its `type`; the last chunk says that it is the last.
+    """Answer with one event for each chunk and `end` behind the last; by default as OpenAI's completions.
 
-    Errors are as in `open_event_stream`, but a later one is the event that `format_error` makes of it.
+    The answer begins with the first chunk, so that an error in the request gets its own status. A later error is the
+    event that `format_error` makes of it, without `end`. With `is_named` each event is named by its `type`.
     """
-    return _EventStream(await _begin(chunks), chunks, format_error=format_error, is_named=True)
-
-
-async def open_plain_event_stream(
-    chunks: AsyncGenerator[Events], *, format_error: Callable[[HttpError], dict[str, Any]]
-) -> Response:
-    """As `open_named_event_stream`, with events that have no name."""
-    return _EventStream(await _begin(chunks), chunks, format_error=format_error, is_named=False)
+    return _EventStream(await _begin(chunks), chunks, format_error=format_error, is_named=is_named, end=end)
 
 
 async def _begin(chunks: AsyncGenerator[Events]) -> Events | None:
@@ -64,9 +51,8 @@ class _EventStream(Response):
         *,
         format_error: Callable[[HttpError], dict[str, Any]],
         is_named: bool,
-        end: bytes = b"",
+        end: bytes,
     ) -> None:
-        """`end` is sent behind the last event, unless that is an error."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._first = first

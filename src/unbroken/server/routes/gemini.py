@@ -16,7 +16,7 @@ from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.errors import HttpError, error_object, shorten
-from unbroken.server.http.event_stream import open_plain_event_stream
+from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import make_question, render_question
 from unbroken.server.turns import OpenTurn, Question, open_reply, stream_events
@@ -67,8 +67,8 @@ async def _stream_generate_content(
     body = body.at_path(model)
     question, turn = await _open_turn(context, request, body)
     stream = _AnswerStream(_make_writer(body, turn), open_reply(turn, question, context.codec, context.metrics.events))
-    return await open_plain_event_stream(
-        stream_events(turn, [stream]), format_error=lambda error: error_object(error, path=path)
+    return await open_event_stream(
+        stream_events(turn, [stream]), format_error=lambda error: error_object(error, path=path), end=b""
     )
 
 

@@ -17,7 +17,7 @@ from unbroken.rendering.base import PartKind
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.errors import error_object
-from unbroken.server.http.event_stream import open_named_event_stream
+from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import make_question, render_question
 from unbroken.server.turns import Question, open_reply, stream_events
@@ -52,8 +52,11 @@ async def _messages(body: MessagesBody, request: Request) -> Response:
     if body.stream:
         path = request.url.path
         stream = _MessageStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
-        return await open_named_event_stream(
-            stream_events(turn, [stream]), format_error=lambda error: error_object(error, path=path)
+        return await open_event_stream(
+            stream_events(turn, [stream]),
+            format_error=lambda error: error_object(error, path=path),
+            is_named=True,
+            end=b"",
         )
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_message(await context.read_reply(turn, question, sequence), sequence))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
 from fastapi import Request, Response
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from unbroken.counters import Event as CountedEvent
 from unbroken.errors import ContextOverflowError
@@ -22,26 +22,19 @@ from unbroken.rendering.base import PartKind
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
-from unbroken.server.http.errors import HttpError
-from unbroken.server.http.event_stream import open_named_event_stream
+from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import SESSION, json_response, note_ignored
 from unbroken.server.questions import make_question
 from unbroken.server.turns import OpenTurn, Question, open_reply, stream_events
-from unbroken.server.wire.answers import (
-    dump_item,
-    find_item,
-    get_answer_id,
-    list_input,
-    make_item,
-    read_items,
-    refuse_forgotten,
-)
+from unbroken.server.wire.answers import MAX_BYTES
 from unbroken.server.wire.conversation import make_seal
 from unbroken.server.wire.openai import format_finish_reason, list_version_spans
 from unbroken.server.wire.reply import ReplyCall, ReplyPiece, ReplyReader, WholeReply
-from unbroken.server.wire.responses import Item, ReferenceItem, ResponsesBody, read_conversation
+from unbroken.server.wire.responses import Item, MessageItem, ReferenceItem, ResponsesBody, read_conversation
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest
 
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 router = Routes(Access.CLIENT)
 _T = TypeVar("_T")
 
@@ -85,7 +78,9 @@ async def _responses(body: ResponsesBody, request: Request) -> Response:
     )
     if body.stream:
         stream = _ResponseStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
-        return await open_named_event_stream(stream_events(turn, [stream]), format_error=stream.format_failure)
+        return await open_event_stream(
+            stream_events(turn, [stream]), format_error=stream.format_failure, is_named=True, end=b""
+        )
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_whole(await context.read_reply(turn, question, sequence), sequence))
 
@@ -99,7 +94,7 @@ async def _create_conversation(body: NewConversation, request: Request) -> Respo
     """Begin a conversation, which is stored with its session, or else kept in memory."""
     context, items = get_context(request), body.items or ()
     name = f"conv_{uuid4().hex}"
-    if not await context.turns.open_conversation(request, name, [dump_item(item) for item in items]):
+    if not await context.turns.open_conversation(request, name, [_dump_item(item) for item in items]):
         context.answers.keep(None, name, items, num_bytes=sum(len(str(item)) for item in items))
     made = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
     return json_response(made)
@@ -132,7 +127,7 @@ async def _find_earlier(context: ServerContext, request: Request, body: Response
         named, place = stored.get("answer_id"), "conversation"
         if named is None:
             kept = context.answers.find(None, name) if owner is None else None
-            items = read_items(stored["items"]) if "items" in stored else _require(kept, place, name)
+            items = _read_items(stored["items"]) if "items" in stored else _require(kept, place, name)
     if named is not None and (items := context.answers.find(owner, named)) is None:
         recorded = _require(await context.turns.recall(request, named), place, named)
         # Instructions are those of each request; on disk they are a system message like others.
@@ -140,27 +135,27 @@ async def _find_earlier(context: ServerContext, request: Request, body: Response
     assert items is not None
     own = [
         await _dereference(context, request, item, f"input.{k}") if isinstance(item, ReferenceItem) else item
-        for k, item in enumerate(list_input(body))
+        for k, item in enumerate(_list_input(body))
     ]
     return Earlier(items=[*items, *own], num_items=len(items), messages=messages)
 
 
 def _require(found: Sequence[_T] | None, place: str, name: str) -> Sequence[_T]:
     if found is None:
-        raise refuse_forgotten(place, name)
+        raise _refuse_forgotten(place, name)
     return found
 
 
 async def _dereference(context: ServerContext, request: Request, item: ReferenceItem, place: str) -> Item:
     """The item that a reference stands for."""
-    answer_id = get_answer_id(item.id)
+    answer_id = _get_answer_id(item.id)
     found = None
     if (kept := context.answers.find(request.scope.get(SESSION), answer_id)) is not None:
-        found = find_item(kept, item.id)
+        found = _find_item(kept, item.id)
     elif recorded := await context.turns.recall(request, answer_id):
-        found = make_item(recorded[-1], item.id)
+        found = _make_recorded_item(recorded[-1], item.id)
     if found is None:
-        raise refuse_forgotten(f"{place}.id", item.id)
+        raise _refuse_forgotten(f"{place}.id", item.id)
     return found
 
 
@@ -170,7 +165,7 @@ def _make_keep(
     """What keeps the items of an answer, once they are whole."""
 
     def keep(output: Sequence[dict[str, Any]]) -> None:
-        items = [*earlier.items, *read_items(output)]
+        items = [*earlier.items, *_read_items(output)]
         own = body.conversation_id if request.scope.get(SESSION) is None else None  # a session's is stored
         for name in (answer_id if body.store is not False else None, own):
             if name is not None and not earlier.messages:  # what is on disk is found there
@@ -442,3 +437,59 @@ class _ItemList:
 
     def _make_item(self, prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
         return {"id": f"{prefix}_{self._name}_{len(self.items)}", "type": kind, "status": "in_progress", **fields}
+
+
+def _list_input(body: ResponsesBody) -> list[Item]:
+    """The items of a body's own input."""
+    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else list(body.input)
+
+
+def _make_recorded_item(reply: Message, item_id: str) -> Item | None:
+    """The item with this id of a reply that is on disk: its reasoning, its text, or one of its calls."""
+    kind, _, number = item_id.split("_")
+    reasoning, content = reply.get("reasoning_content"), reply.get("content")
+    if kind == "rs" and reasoning:
+        return _read_items([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": reasoning}]}])[0]
+    if kind == "msg" and isinstance(content, str):
+        return MessageItem(role="assistant", content=content)
+    calls = reply.get("tool_calls") or []
+    position = int(number) - bool(reasoning) - bool(content) if number.isdecimal() else -1
+    if kind not in ("fc", "ctc") or not 0 <= position < len(calls):
+        return None
+    call: Any = calls[position]
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    fields = {"call_id": call["id"], "name": call["function"]["name"], "arguments": text}
+    return _read_items([{"type": "function_call", **fields}])[0]
+
+
+def _read_items(items: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """Items as a client sends them; those of an answer are sent back."""
+    return _ITEMS.validate_python(list(items))
+
+
+def _dump_item(item: Item) -> dict[str, Any]:
+    """The inverse of `_read_items` for one item."""
+    return item.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def _get_answer_id(item_id: str) -> str:
+    """The id of the answer that an item belongs to."""
+    return f"resp_{item_id.split('_')[1]}" if item_id.count("_") == 2 else ""
+
+
+def _find_item(items: Sequence[Item], item_id: str) -> Item | None:
+    """The item with this id."""
+    return next((item for item in items if (item.model_extra or {}).get("id") == item_id), None)
+
+
+def _refuse_forgotten(field: str, name: str) -> HttpError:
+    """The error for an answer or conversation that is not kept."""
+    return HttpError(
+        400,
+        f"{field} must be of an answer that is kept, got {shorten(name)}: without a session the last answers are in "
+        f"memory ({MAX_BYTES // 2**20} MB), not those with store false, and none after a restart. Send the whole "
+        "conversation as input, or use a session of the gateway",
+        param=field,
+        code="previous_response_not_found",
+    )

@@ -7,7 +7,7 @@ stop a completion, as vLLM's end-of-text ids do, unless `ignore_eos`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,16 +16,17 @@ from uuid import uuid4
 from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
+from unbroken.errors import ImageError
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel, Ids, Objects
-from unbroken.server.http.errors import HttpError
+from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.images import RequestPrompt
 from unbroken.server.turns import get_session_id
 from unbroken.server.wire.fields import GENERATE, GENERATE_SAMPLING
-from unbroken.server.wire.images import FeaturesBody, find_part_source, format_placeholders, place_features
+from unbroken.server.wire.images import FeaturesBody, format_placeholders, place_features
 from unbroken.server.wire.openai import (
     SamplingFields,
     StopCutter,
@@ -171,7 +172,7 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> RequestProm
         return await place_features(intake, ids, body.features, body.mm_processor_kwargs)
     settings = intake.encode_settings(body.mm_processor_kwargs)
     parts = body.content_parts
-    images = None if parts is None else [find_part_source(one, f"content_parts[{k}]") for k, one in enumerate(parts)]
+    images = None if parts is None else [_find_part_source(one, f"content_parts[{k}]") for k, one in enumerate(parts)]
     (prompt,) = await intake.place([ids], [images], settings, names=lambda _: "content_parts")
     return prompt
 
@@ -242,3 +243,15 @@ class _ChoiceWriter:
             return None
         last = int(sampled.completion_ids[-1])
         return last if last in named else None
+
+
+def _find_part_source(part: Mapping[str, Any], name: str) -> Any:
+    """Find the image in an entry of `content_parts`. Raises `ImageError` if it has another type, or no image."""
+    if part.get("type") not in ("image_url", "image"):
+        raise ImageError(f"{name}.type must be 'image_url', got {shorten(part.get('type'))}")
+    source = part.get("url", part.get(part["type"]))
+    if isinstance(source, Mapping):
+        source = source.get("url")
+    if not isinstance(source, str):
+        raise ImageError(f"{name}.url must be a data URL or sha256:..., got {shorten(source)}")
+    return source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -20,7 +21,6 @@ from unbroken.server.images import ImageIntake
 from unbroken.server.texts import check_conversation, check_length
 from unbroken.server.wire.conversation import Tools
 from unbroken.server.wire.fields import CHAT
-from unbroken.server.wire.images import format_spans
 from unbroken.types import ImageSpan, TokenIds
 
 router = Routes(Access.CLIENT)
@@ -82,7 +82,7 @@ async def _tokenize(body: TokenizeBody, request: Request) -> Response:
         else None,
     }
     if spans:
-        answer["images"] = format_spans(spans)
+        answer["images"] = _format_spans(spans)
     return json_response(answer)
 
 
@@ -157,3 +157,8 @@ def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings:
     return context.get_renderer(body.chat_template_kwargs, settings).render_ids(
         messages, tools=tools, add_generation_prompt=body.add_generation_prompt is not False
     )
+
+
+def _format_spans(spans: Sequence[ImageSpan]) -> list[dict[str, Any]]:
+    """The places of images, for answers."""
+    return [{"offset": span.offset, "length": span.length, "sha256": span.sha256} for span in spans]

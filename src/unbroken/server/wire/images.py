@@ -79,11 +79,6 @@ def list_images_and_spans(given: Sequence[Any] | None, num_prompts: int, intake:
     ]
 
 
-def format_spans(spans: Sequence[ImageSpan]) -> list[dict[str, Any]]:
-    """The places of images, for answers."""
-    return [{"offset": span.offset, "length": span.length, "sha256": span.sha256} for span in spans]
-
-
 def _read_span(item: dict[str, Any], name: str, intake: ImageIntake) -> ClientSpan:
     try:
         body = SpanBody.model_validate(item)
@@ -205,15 +200,3 @@ def _has_other_placeholders(ids: TokenIds, places: Sequence[PlaceBody], placehol
     for place in places:
         outside[place.offset : place.offset + place.length] = False
     return bool(np.any(outside))
-
-
-def find_part_source(part: Mapping[str, Any], name: str) -> Any:
-    """Find the image in an entry of `content_parts`. Raises `ImageError` if it has another type, or no image."""
-    if part.get("type") not in ("image_url", "image"):
-        raise ImageError(f"{name}.type must be 'image_url', got {shorten(part.get('type'))}")
-    source = part.get("url", part.get(part["type"]))
-    if isinstance(source, Mapping):
-        source = source.get("url")
-    if not isinstance(source, str):
-        raise ImageError(f"{name}.url must be a data URL or sha256:..., got {shorten(source)}")
-    return source

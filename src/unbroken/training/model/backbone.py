@@ -22,7 +22,7 @@ from unbroken.images.processor import name_token_types
 from unbroken.routing import Routers
 from unbroken.training.model.images import PixelInputs
 from unbroken.training.model.sequence import SequenceGroup
-from unbroken.training.model.varlen import RowBorders, make_row_mask, no_masks
+from unbroken.training.model.varlen import RowBorders, no_masks
 
 
 def hidden_states(
@@ -172,7 +172,7 @@ def _split_inputs(
     elif by_rows and position_ids_BT is not None:
         inputs |= RowBorders.of(positions_BT).as_inputs()
     elif position_ids_BT is not None:
-        inputs["attention_mask"] = make_row_mask(positions_BT)
+        inputs["attention_mask"] = _make_row_mask(positions_BT)
     return inputs
 
 
@@ -249,3 +249,9 @@ def _is_plain_norm(module: Any) -> bool:
         return False
     off = (compute_norm(module, probe) - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     return bool(off <= _NORM_TOLERANCE)
+
+
+def _make_row_mask(position_ids_BT: torch.Tensor) -> torch.Tensor:
+    """[B, 1, T, T] true where an id attends: to itself and those before it in its row."""
+    rows_BT = (position_ids_BT == 0).cumsum(1)
+    return ((rows_BT[:, :, None] == rows_BT[:, None]).tril())[:, None]

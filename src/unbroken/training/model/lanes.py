@@ -23,7 +23,6 @@ the rest of a layer, 4 D x D against 24 D x D operations per id.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -305,30 +304,6 @@ class Memory(Protocol):
 
     def free(self) -> int:
         """What is free now."""
-
-
-@dataclass(frozen=True, slots=True)
-class CudaMemory:
-    """The memory of a GPU."""
-
-    device: torch.device
-
-    def restart(self) -> None:
-        """Begin to look for a peak."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        """The most since `restart`, if as much is in use now as then."""
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-
-    def free(self) -> int:
-        """Of the whole GPU, once what PyTorch keeps for later is given back."""
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

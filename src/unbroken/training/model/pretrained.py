@@ -24,8 +24,9 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from unbroken.errors import ExportError, InvalidInputError
-from unbroken.training.model.adapters import ADAPTER_NAMES, causal_lm, is_adapted
-from unbroken.training.model.weights import gather_buffers, gather_checkpoint, gather_weights
+from unbroken.training.model.adapters import ADAPTER_NAMES, causal_lm, is_adapted, strip_wrappers
+from unbroken.training.model.sharding import gather_tensor
+from unbroken.training.model.weights import checkpoint_parameters, gather_weights
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
@@ -116,8 +117,8 @@ def _check_adapter_is_whole(model: Any) -> None:
 def gather_form(model: Any, form: ModelForm) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and whole tensors of the form; if sharded, every process must gather all."""
     if is_adapted(model) and not form.merged:
-        return gather_checkpoint(model)
-    return chain(gather_weights(model), gather_buffers(model))
+        return _gather_checkpoint(model)
+    return chain(gather_weights(model), _gather_buffers(model))
 
 
 def _stored_dtype(model: Any) -> torch.dtype | None:
@@ -219,7 +220,7 @@ def _name_as_stored(
 
     `keeps` leaves buffers and what transformers loads in float32 in their type.
     """
-    buffers = {name for name, _ in gather_buffers(model)}
+    buffers = {name for name, _ in _gather_buffers(model)}
     exact = _list_exact_parts(model, dtype)
     ignored = set(model._keys_to_ignore_on_save or ())
 
@@ -302,3 +303,17 @@ def _with_dtype(config: Any, dtype: str) -> Any:
 
 def _to_cpu(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+
+
+def _gather_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model's files, such as a router's biases; training does not change them."""
+    for prefix, module in causal_lm(model).named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield strip_wrappers(name), buffer.detach()
+
+
+def _gather_checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors of `checkpoint_parameters`; if sharded, every process must gather all."""
+    named = checkpoint_parameters(model).items()
+    return ((name, gather_tensor(tensor)) for name, tensor in named)

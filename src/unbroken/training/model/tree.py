@@ -46,7 +46,7 @@ class _SortedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixTree:
+class _PrefixTree:
     """T nodes, depth first; several trees if the rows do not begin with one id."""
 
     token_ids_T: Ids
@@ -72,7 +72,7 @@ class TreeInputs:
     """
 
     ends_T: torch.Tensor
-    """int64, `PrefixTree.ends_T`."""
+    """int64, `_PrefixTree.ends_T`."""
     nodes_U: torch.Tensor
     """int64, the node whose hidden state predicts."""
     targets_U: torch.Tensor
@@ -99,7 +99,7 @@ def _sort_rows(rows: Sequence[Ids]) -> _SortedRows:
     return _SortedRows(order=tuple(order), num_fed=tuple(map(len, fed)), num_shared=tuple(shared))
 
 
-def merge_rows(rows: Sequence[Ids]) -> PrefixTree:
+def merge_rows(rows: Sequence[Ids]) -> _PrefixTree:
     """Merge rows of at least two ids each."""
     arranged = _sort_rows(rows)
     ids, depths, ends, paths = [], [], np.zeros(sum(arranged.num_fed), dtype=np.int64), {}
@@ -112,7 +112,7 @@ def merge_rows(rows: Sequence[Ids]) -> PrefixTree:
         paths[index] = path
         num_nodes += length - shared
     ends[path] = num_nodes
-    return PrefixTree(
+    return _PrefixTree(
         token_ids_T=np.concatenate(ids).astype(np.int32),
         depths_T=np.concatenate(depths),
         ends_T=ends[:num_nodes],
@@ -121,7 +121,7 @@ def merge_rows(rows: Sequence[Ids]) -> PrefixTree:
 
 
 def pick_nodes(
-    tree: PrefixTree, rows: Sequence[Ids], masks: Sequence[BoolMask], kept: KeptIds | None = None
+    tree: _PrefixTree, rows: Sequence[Ids], masks: Sequence[BoolMask], kept: KeptIds | None = None
 ) -> tuple[TreeInputs, Nodes]:
     """Find the places of the ids where the rows' masks are true, which are never the first of a row; `kept` has what
     the sampler kept at each. Returns also the first token of each place.
@@ -158,14 +158,14 @@ CostFn: TypeAlias = Callable[[TreeSizes], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreePass:
+class _TreePass:
     """The rows of one pass, by index."""
 
     rows: tuple[int, ...]
     num_nodes: int
 
 
-def plan_trees(rows: Sequence[Ids], nodes_per_pass: int, cost_of: CostFn) -> tuple[list[TreePass], float]:
+def plan_trees(rows: Sequence[Ids], nodes_per_pass: int, cost_of: CostFn) -> tuple[list[_TreePass], float]:
     """Put all rows into passes of at most `nodes_per_pass` nodes, or of a single row; and what they cost.
 
     Rows are sorted, so that those with a common prefix stand together, and cut into runs, one for each pass. A cut
@@ -183,7 +183,7 @@ def plan_trees(rows: Sequence[Ids], nodes_per_pass: int, cost_of: CostFn) -> tup
     passes, end = [], len(rows)
     while end:
         begin = int(begins[end])
-        passes.append(TreePass(rows=arranged.order[begin:end], num_nodes=int(sizes[end])))
+        passes.append(_TreePass(rows=arranged.order[begin:end], num_nodes=int(sizes[end])))
         end = begin
     return sorted(passes, key=lambda planned: (-planned.num_nodes, planned.rows)), cost
 

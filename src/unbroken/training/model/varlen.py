@@ -62,12 +62,6 @@ class RowBorders:
         }
 
 
-def make_row_mask(position_ids_BT: torch.Tensor) -> torch.Tensor:
-    """[B, 1, T, T] true where an id attends: to itself and those before it in its row."""
-    rows_BT = (position_ids_BT == 0).cumsum(1)
-    return ((rows_BT[:, :, None] == rows_BT[:, None]).tril())[:, None]
-
-
 def can_attend_by_rows(model: Any) -> bool:
     """Whether the kernel takes this model, where it is and under the present autocast; not whether it is right."""
     if model.config.get_text_config()._attn_implementation not in ("sdpa", IMPLEMENTATION):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from unbroken.training.model.adapters import causal_lm, gather_adapter, is_adapted, merge_parameters, strip_wrappers
+from unbroken.training.model.adapters import gather_adapter, is_adapted, merge_parameters, strip_wrappers
 from unbroken.training.model.sharding import gather_tensor
 from unbroken.weights.sources import TensorSpec, WeightStream
 
@@ -45,23 +45,9 @@ def _stream(read: Callable[[Callable[[Any], torch.Tensor]], Iterator[tuple[str, 
     return WeightStream((TensorSpec.of(name, tensor) for name, tensor in read(shape_alone)), read(gather_tensor))
 
 
-def gather_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model's files, such as a router's biases; training does not change them."""
-    for prefix, module in causal_lm(model).named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield strip_wrappers(name), buffer.detach()
-
-
 def checkpoint_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The parameters of a checkpoint by name: all, or of a model with adapters those that are trained."""
     parameters = {strip_wrappers(name): parameter for name, parameter in model.named_parameters()}
     if not is_adapted(model):
         return parameters
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-
-
-def gather_checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors of `checkpoint_parameters`; if sharded, every process must gather all."""
-    named = checkpoint_parameters(model).items()
-    return ((name, gather_tensor(tensor)) for name, tensor in named)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -94,11 +95,6 @@ def batch_scaled_grpo(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
         return centred
     spread = np.concatenate(checked).std()
     return [values / spread for values in centred]
-
-
-def dr_grpo_advantages(rewards: Rewards) -> NDArray[np.float64]:
-    """Reward minus the group's mean (Dr. GRPO, arXiv:2503.20783), `grpo_advantages` without the division."""
-    return grpo_advantages(rewards, normalize=False)
 
 
 def reinforce_plus_plus(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
@@ -263,7 +259,7 @@ def _sum_to_go(rewards: TurnRewards) -> NDArray[np.float64]:
 Advantages: TypeAlias = AdvantageFn | StepAdvantages | TurnAdvantages
 ADVANTAGES: Mapping[str, Advantages] = {
     "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
+    "dr_grpo": partial(grpo_advantages, normalize=False),
     "rloo": rloo_advantages,
     "batch_scaled_grpo": StepAdvantages(batch_scaled_grpo),
     "reinforce_plus_plus": StepAdvantages(reinforce_plus_plus, compares_groups=True),

@@ -50,17 +50,12 @@ class ComparedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedGroups:
+class _ComparedGroups:
     """The groups of one process and their advantages."""
 
     groups: Sequence[ComparedGroup]
     advantages: Sequence[GroupAdvantages]
     """In the order of the groups."""
-
-
-def any_nonzero(of_group: GroupAdvantages) -> bool:
-    """Whether a member of the group has an advantage that is not zero."""
-    return any(np.any(of_member) for of_member in of_group)
 
 
 def get_min_group_size(advantages: Advantages) -> int:
@@ -71,7 +66,7 @@ def get_min_group_size(advantages: Advantages) -> int:
 
 def compute_advantages(
     compare: Callable[[], Sequence[ComparedGroup]], advantages: Advantages, processes: Processes = ALONE
-) -> ComparedGroups:
+) -> _ComparedGroups:
     """The groups that `compare` returns, and their members' advantages.
 
     `StepAdvantages` wait for the other processes. If `compare` fails in one, the error is raised there, and a
@@ -95,7 +90,7 @@ def compute_advantages(
         ]
     else:
         values = [_check(advantages(group.rewards), group.rewards).tolist() for group in compared]
-    return ComparedGroups(groups=compared, advantages=values)
+    return _ComparedGroups(groups=compared, advantages=values)
 
 
 class _PlacedRewards(NamedTuple):
@@ -176,7 +171,7 @@ def _compare_together(
 
 def _compute_over_step(
     compare: Callable[[], Sequence[ComparedGroup]], advantages: StepAdvantages, processes: Processes
-) -> ComparedGroups:
+) -> _ComparedGroups:
     compared, everyone = _compare_together(compare, processes, of_parts=advantages.of_parts)
     groups = [(process, rewards) for process, of_process in enumerate(everyone) for rewards in of_process]
     returned = list(advantages.function([rewards for _, rewards in groups]))
@@ -186,7 +181,7 @@ def _compute_over_step(
         )
     mine = [values for (process, _), values in zip(groups, returned, strict=True) if process == processes.index]
     checked = [_check(values, group.rewards).tolist() for values, group in zip(mine, compared, strict=True)]
-    return ComparedGroups(groups=compared, advantages=checked)
+    return _ComparedGroups(groups=compared, advantages=checked)
 
 
 def _check_turns(groups: Sequence[ComparedGroup]) -> None:

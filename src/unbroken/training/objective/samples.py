@@ -35,8 +35,8 @@ from unbroken.training.objective.comparison import (
     ALONE,
     MIN_GROUP_SIZE,
     ComparedGroup,
+    GroupAdvantages,
     Processes,
-    any_nonzero,
     compute_advantages,
     get_min_group_size,
     get_parts,
@@ -103,7 +103,7 @@ class TrajectoryRows:
     """Who scores it; None without a teacher."""
 
 
-class RowUse(StrEnum):
+class _RowUse(StrEnum):
     """What becomes of the rows of one trajectory."""
 
     TRAIN = "train"
@@ -137,32 +137,25 @@ class RowPolicy:
         )
         return replace(group, trajectories=tuple(members))
 
-    def choose_use(self, status: TrajectoryStatus, *, is_equal: bool) -> tuple[RowUse, DropReason | TrajectoryStatus]:
+    def choose_use(self, status: TrajectoryStatus, *, is_equal: bool) -> tuple[_RowUse, DropReason | TrajectoryStatus]:
         """The use of a trajectory's rows, and the reason that it is counted under if it has none to train.
 
         `is_equal` says whether all advantages of its group are zero. The first rule that applies holds.
         """
         rules = (
-            (status in CUT_BY_LENGTH and self.truncated is TruncatedRows.MASK, RowUse.EMPTY, DropReason.MASKED),
-            (status in FAILED and self.failed is FailedRows.BASELINE, RowUse.NONE, status),
-            (status in UNSCORED and not self.keep_unscored, RowUse.IDLE, status),
-            (is_equal and not self.keep_equal, RowUse.IDLE, DropReason.NO_VARIANCE),
+            (status in CUT_BY_LENGTH and self.truncated is TruncatedRows.MASK, _RowUse.EMPTY, DropReason.MASKED),
+            (status in FAILED and self.failed is FailedRows.BASELINE, _RowUse.NONE, status),
+            (status in UNSCORED and not self.keep_unscored, _RowUse.IDLE, status),
+            (is_equal and not self.keep_equal, _RowUse.IDLE, DropReason.NO_VARIANCE),
         )
         return next(
-            ((use, reason) for applies, use, reason in rules if applies), (RowUse.TRAIN, DropReason.NOTHING_SAMPLED)
+            ((use, reason) for applies, use, reason in rules if applies), (_RowUse.TRAIN, DropReason.NOTHING_SAMPLED)
         )
 
     @property
     def compared(self) -> frozenset[TrajectoryStatus]:
         """The endings of trajectories that are compared with each other."""
         return TRAINABLE if self.failed is FailedRows.DROP else TRAINABLE | FAILED
-
-
-def build_samples(
-    groups: Sequence[TrajectoryGroup], advantages: Advantages, counters: Counters
-) -> list[TrainingSample]:
-    """The rows of `build_trajectories`, each by itself."""
-    return [row for unit in build_trajectories(groups, advantages, counters) for row in unit.rows]
 
 
 def build_trajectories(
@@ -189,7 +182,7 @@ def build_trajectories(
     comparison = compute_advantages(compare, advantages, processes)
     units: list[TrajectoryRows] = []
     for group, of_group in zip(comparison.groups, comparison.advantages, strict=True):
-        is_equal = not any_nonzero(of_group)
+        is_equal = not _any_nonzero(of_group)
         for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
             use, reason = policy.choose_use(member.status, is_equal=is_equal)
             by_node = float(of_member) if np.ndim(of_member) == 0 else _split(member, float(reward), of_member)
@@ -308,7 +301,7 @@ def _split(
 def _make_unit(
     member: Trajectory,
     by_node: float | dict[int, NDArray[np.float64]],
-    use: RowUse,
+    use: _RowUse,
     reason: DropReason | TrajectoryStatus,
     counters: Counters,
     *,
@@ -318,14 +311,19 @@ def _make_unit(
     """The member's rows, with one advantage or with one for each id; none if it sampled nothing. It is counted if it
     has none to train.
     """
-    if use in (RowUse.NONE, RowUse.EMPTY):
+    if use in (_RowUse.NONE, _RowUse.EMPTY):
         counters.count(Event.DROPPED_ROW, reason)
-        return [TrajectoryRows(rows=())] if use is RowUse.EMPTY else []
+        return [TrajectoryRows(rows=())] if use is _RowUse.EMPTY else []
     rows = tuple(export_samples(member.tree, by_node))
     if not rows:
         counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
         return []
-    if use is RowUse.IDLE:
+    if use is _RowUse.IDLE:
         counters.count(Event.DROPPED_ROW, reason)
         return [TrajectoryRows(rows=(), idle_rows=rows)]
     return [TrajectoryRows(rows=rows, group=group, reward=reward)]
+
+
+def _any_nonzero(of_group: GroupAdvantages) -> bool:
+    """Whether a member of the group has an advantage that is not zero."""
+    return any(np.any(of_member) for of_member in of_group)

@@ -26,7 +26,7 @@ _WRITTEN = ("final", "best", "model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeFacts:
+class _RecipeFacts:
     """Of a run's `recipe.json`; None for what it does not say."""
 
     name: str | None
@@ -37,7 +37,7 @@ class RecipeFacts:
     """All, by their dotted names."""
 
 
-def read_recipe(folder: Path) -> RecipeFacts:
+def read_recipe(folder: Path) -> _RecipeFacts:
     """Read the recipe of a run in its folder; one that is missing or damaged says nothing."""
     try:
         with open_inside(folder, RECIPE_FILE) as file:
@@ -49,7 +49,7 @@ def read_recipe(folder: Path) -> RecipeFacts:
     settings = settings if isinstance(settings, dict) else {}
     name, model = (each if isinstance(each, str) else None for each in (recipe.get("recipe"), settings.get("model")))
     renderer = {key.removeprefix(_RENDERER): each for key, each in settings.items() if key.startswith(_RENDERER)}
-    return RecipeFacts(name=name, model=model, settings=settings, renderer=renderer)
+    return _RecipeFacts(name=name, model=model, settings=settings, renderer=renderer)
 
 
 class Tokenizers:

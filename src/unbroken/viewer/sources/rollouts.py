@@ -61,7 +61,7 @@ class StepFiles:
                 lines = enumerate(read_lines(path))
                 for line, data in lines:
                     if line == 0:
-                        head, columns = read_head(path, data)
+                        head, columns = _read_head(path, data)
                         heads.append(head)
                         if columns is None:
                             continue
@@ -82,9 +82,9 @@ class StepFiles:
         return {"step": self.name, **found, "max_text": MAX_TEXT}
 
     def read_columns(self) -> tuple[dict[str, list[Any]], list[str], list[str] | None]:
-        """The columns of `read_head`, what is wrong, and the texts where they had to be read for it."""
+        """The columns of `_read_head`, what is wrong, and the texts where they had to be read for it."""
         try:
-            found = [columns for path in self.paths if (columns := read_head(path, next(read_lines(path), b""))[1])]
+            found = [columns for path in self.paths if (columns := _read_head(path, next(read_lines(path), b""))[1])]
         except InvalidInputError:
             found = []
         if len(found) == len(self.paths):
@@ -113,7 +113,7 @@ def _join_columns(columns: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any
     return {key: [*itertools.chain(*(each.get(key, gap) for each, gap in sized))] for key in keys}
 
 
-def read_head(path: Path, line: bytes) -> tuple[dict[str, Any], dict[str, list[Any]] | None]:
+def _read_head(path: Path, line: bytes) -> tuple[dict[str, Any], dict[str, list[Any]] | None]:
     """Read the first line of a file, and the columns in it; raises `InvalidInputError` if it is not the line of a step.
 
     There is a column for each field of `_Columns` but `parts`, and for each of these. Pydantic reads and checks them at
@@ -153,7 +153,7 @@ def read_pair(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any], 
         InvalidInputError: it is no file of rollouts, or has no such line.
     """
     lines = read_lines(path)
-    head, _ = read_head(path, next(lines, b""))
+    head, _ = _read_head(path, next(lines, b""))
     line = next(itertools.islice(lines, number - 1, None), None)
     if line is None:
         raise InvalidInputError(f"{path} has no line {number} of a trajectory")

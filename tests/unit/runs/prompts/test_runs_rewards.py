@@ -11,12 +11,12 @@ import pytest
 
 from support.fake_renderer import END, encode
 from support.rewarded import PROMPT, group_of
+from support.rows import build_samples
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.training.objective.advantages import grpo_advantages
-from unbroken.training.objective.samples import build_samples
 
 
 def rewards_of(

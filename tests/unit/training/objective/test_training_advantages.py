@@ -17,7 +17,6 @@ from unbroken.training.objective.advantages import (
     RewardParts,
     StepAdvantages,
     batch_scaled_grpo,
-    dr_grpo_advantages,
     grpo_advantages,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -217,7 +216,7 @@ def test_a_step_of_equal_rewards_or_without_any_has_no_advantages(function):
 
 
 def test_dr_grpo_is_grpo_without_the_division():
-    assert dr_grpo_advantages([1, 0, 0, 0]).tolist() == grpo_advantages([1, 0, 0, 0], normalize=False).tolist()
+    assert ADVANTAGES["dr_grpo"]([1, 0, 0, 0]).tolist() == grpo_advantages([1, 0, 0, 0], normalize=False).tolist()
 
 
 def test_batch_scaled_grpo_of_one_group_is_grpo():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import gdpo_process
 from support.effort import num_cases
 from support.processes import run_two
-from support.rows import group, trajectory
+from support.rows import build_samples, group, trajectory
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
@@ -24,7 +24,7 @@ from unbroken.training.loss_config import FailedRows, KlConfig, KlPlace, Overlon
 from unbroken.training.objective.advantages import ADVANTAGES, RewardParts, gdpo, grpo_advantages
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.samples import RowPolicy, build_samples, build_trajectories, has_variance
+from unbroken.training.objective.samples import RowPolicy, build_trajectories, has_variance
 
 GDPO = ADVANTAGES["gdpo"]
 WEIGHTS = {"correct": 1.0, "short": 0.5}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.effort import num_cases
-from support.rows import TWO_IDS, group, trajectory
+from support.rows import TWO_IDS, build_samples, group, trajectory
 from support.sequences import sampled
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError, TrainingError
@@ -19,7 +19,7 @@ from unbroken.training.loss_config import KlConfig, KlPlace, OverlongConfig, Tru
 from unbroken.training.objective.advantages import StepAdvantages, batch_scaled_grpo, grpo_advantages, rloo_advantages
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
-from unbroken.training.objective.samples import TRAINABLE, RowPolicy, build_samples, build_trajectories
+from unbroken.training.objective.samples import TRAINABLE, RowPolicy, build_trajectories
 
 
 def dr_grpo(rewards):

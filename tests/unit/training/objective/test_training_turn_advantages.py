@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.effort import num_cases
 from support.fake_renderer import VOCAB_SIZE, FakeRenderer
 from support.rollouts import HELLO, MORE
-from support.rows import trajectory
+from support.rows import build_samples, trajectory
 from support.scripted_env import ScriptedEnv
 from support.sequences import sampled
 from unbroken.counters import Counters
@@ -29,7 +29,7 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import OverlongConfig
 from unbroken.training.objective.advantages import TurnAdvantages, turn_grpo, turn_returns
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.samples import RowPolicy, build_samples, build_trajectories
+from unbroken.training.objective.samples import RowPolicy, build_trajectories
 from unbroken.types import SamplingParams
 
 members = st.lists(
