@@ -45,6 +45,7 @@ BROKEN = {
         LENGTHS,
         {"more": 'trainer.optimizer.schedule = "linear"\ntrainer.optimizer.decay_updates = 1'},
     ),
+    "low-temperature": (LENGTHS, {"more": "rollouts.sampling.temperature = 0.01\n"}),
     "error": ("[0.0 / len(text.split('never')[1:]) for text in completions]", {}),
 }
 """The reward and the settings of a run by the rule that is to find it."""
