@@ -23,6 +23,7 @@ from unbroken.runs.diagnosis.diary import diagnose_folder
 from unbroken.runs.diagnosis.evidence import read_steps
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.export.kept import FINAL
+from unbroken.runs.folder import FIT
 from unbroken.runs.python_files import GIVEN, given_objects
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.records.files import FOLDER, find_conversation, find_records, join_texts, read_records
@@ -115,7 +116,7 @@ def fit(
     try:
         recipe = load_recipe(None)
         values = read_table(table, recipe.section, source="", folder=None)
-        recipe = replace(recipe, name="unbroken.fit", values=values)
+        recipe = replace(recipe, name=FIT, values=values)
         run_recipe(recipe, digests=_digest_code(objects), preflight=preflight)
     finally:
         given_objects.reset(before)
