@@ -133,7 +133,9 @@ def test_the_same_call_continues_and_another_reward_is_refused(fitted, model):
     def correct(completions):
         return [0.5 * len(text) for text in completions]
 
-    with pytest.raises(InvalidInputError, match=r"the SHA-256 of fit:correct must be .* as in the run in .*, got .* or another output="):
+    with pytest.raises(
+        InvalidInputError, match=r"the SHA-256 of fit:correct must be .* as in the run in .*, got .* or another output="
+    ):
         fit(model, fitted.folder, reward=correct, steps=3)
 
 
