@@ -95,11 +95,12 @@ def fit(
     """Train a model, or continue the run in `output`: the run that `unbroken train` makes, without files for it.
 
     `rows` are a list of dicts, a data set of `datasets`, or the path of a file; `reward` a function or several, as in
-    a rewards.py; `tools` functions with the decorator `@tool`. Without `preflight` no rollouts are sampled and shown
-    before the first step. All other keywords are tables of a recipe's TOML, in which a function or class stands as
-    it is:
+    a rewards.py, whose sum is the reward; `tools` functions with the decorator `@tool`. Without `preflight` no rollouts
+    are sampled and shown before the first step. All other keywords are tables of a recipe's TOML, in which a function
+    or class stands as it is; `rewards`, in place of `reward`, gives each function a weight:
 
         fit(model, rows, correct, steps=50, rollouts={"group_size": 8}, trainer={"optimizer": {"learning_rate": 1e-5}})
+        fit(model, rows, rewards=[{"function": correct}, {"function": brief, "weight": 0.1}], steps=50)
         fit(model, environment=GuessEnv, environment_arguments={"largest": 20}, steps=50)
 
     It may be called where an event loop runs, as in a notebook. Samplers in other processes cannot have what was given.

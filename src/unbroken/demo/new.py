@@ -185,7 +185,7 @@ def _make_files(name: str, model: str | None) -> Mapping[str, str]:
     )
     return {
         "README.md": _README.format(
-            name=name, model=source, duration="" if model else " 20 steps, in about TRAIN_S CPU seconds"
+            name=name, model=source, duration="" if model else " 20 steps, in about 40 CPU seconds"
         )
         + ("" if model else _README_OF_TINY),
         "task.toml": settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -78,6 +79,12 @@ def test_the_files_are_those_of_getting_started(tmp_path, model):
     for table in (shown, written):
         del table["model"], table["trainer"], table["rollouts"]
     assert written == shown
+
+
+def test_the_way_from_the_readme_to_an_own_task_is_short_enough_to_be_read_and_typed_in_ten_minutes(capsys):
+    tool = runpy.run_path(str(ROOT / "tools" / "measure_reading.py"))
+    assert tool["main"]() == 0, capsys.readouterr().out
+    assert len(tool["list_sections"]()) > 8, "the README, the new folder's, and its files"
 
 
 def test_a_folder_that_is_there_and_a_model_that_is_none_are_refused(tmp_path, capsys):
