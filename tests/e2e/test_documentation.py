@@ -632,11 +632,11 @@ def test_the_cells_of_the_notebooks_run(path: Path, workplace: Path, monkeypatch
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     folder = workplace / path.stem
-    (folder / "runs" / "demo").mkdir(parents=True)
-    (folder / "runs" / "demo" / "model").symlink_to(workplace / "path" / "to" / "model")
+    (folder / "words").mkdir(parents=True)
+    (folder / "words" / "model").symlink_to(workplace / "path" / "to" / "model")
     monkeypatch.chdir(folder)
     shorter = {
-        "unbroken demo --steps 1 > demo.log 2>&1": "true",
+        "unbroken new words > new.log": "true",
         "unbroken train task.toml": f"unbroken train task.toml {shlex.join(SMALL)}",
         "--problems 32": "--problems 2 --rollouts.sampling.max-tokens 16",
     }

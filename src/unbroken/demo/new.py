@@ -111,7 +111,7 @@ unbroken eval task.toml --model {model} --model runs/first
 | the reward | `rewards.py`: it gets columns of the data by their names; `python test_rewards.py` tests it |
 | the model, the settings | `task.toml`; `unbroken train task.toml --help` describes them |
 
-The command continues the run in `runs/first`. After a change take another folder:
+`unbroken train` continues the run in `runs/first`. After a change give it another folder:
 ```
 unbroken train task.toml --output runs/second
 ```

@@ -230,13 +230,17 @@ def find_differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, str, 
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(old.keys() | new.keys()):
             yield from find_differences(f"{name}.{key}", old.get(key), new.get(key))
-    elif isinstance(old, list) and isinstance(new, list) and any(isinstance(each, Mapping) for each in [*old, *new]):
+    elif _has_tables(old) and _has_tables(new):
         for number, pair in enumerate(zip(old, new, strict=False)):
             yield from find_differences(f"{name}[{number}]", *pair)
         if len(old) != len(new):
             yield name, f"a list of {len(old)}", f"a list of {len(new)}"
     elif old != new:
         yield name, repr(old), repr(new)
+
+
+def _has_tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
 
 
 def _check_same_files(

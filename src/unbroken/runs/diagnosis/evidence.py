@@ -98,11 +98,10 @@ def _find_failed_answer(conversation: Sequence[Mapping[str, Any]]) -> tuple[str 
 
 def _find_call(replies: Sequence[Mapping[str, Any]], call_id: Any) -> str | None:
     """The call with this id, or the first one, as NAME(ARGUMENTS)."""
-    calls = [call for reply in replies for call in reply.get("tool_calls") or () if isinstance(call, Mapping)]
-    call = next((each for each in calls if call_id is not None and each.get("id") == call_id), next(iter(calls), None))
-    function = None if call is None else call.get("function")
-    if not isinstance(function, Mapping):
+    calls = [call for reply in replies for call in reply.get("tool_calls") or () if "function" in call]
+    if not calls:
         return None
+    function = next((each for each in calls if call_id is not None and each.get("id") == call_id), calls[0])["function"]
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f"{function.get('name')}({text})"[:_MAX_TEXT]

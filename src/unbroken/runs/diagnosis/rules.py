@@ -234,7 +234,7 @@ def _find_same_completions(evidence: Evidence) -> str | None:
     steps = evidence.get_recent(2)
     if len(notes) < _MIN_ROLLOUTS or not steps or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
-    texts = _find_alike(notes)
+    texts = _find_alike(notes, lambda note: note.given)
     if texts is None:
         return None
     if len(texts) == 1:
@@ -249,22 +249,22 @@ def _find_same_completions(evidence: Evidence) -> str | None:
 def _find_low_temperature(evidence: Evidence) -> str | None:
     """All rollouts of a problem are the same word for word, and the temperature is low."""
     notes = [note for note in evidence.notes if note.error is None]
-    groups, texts = {note.group for note in notes}, {(note.group, note.replies) for note in notes}
     temperature = evidence.temperature
     if temperature is None or temperature >= _LOW_TEMPERATURE or evidence.is_evaluation or _is_learning(evidence):
         return None
-    if len(notes) < _MIN_ROLLOUTS or len(notes) < 2 * len(groups) or len(texts) > len(groups):
+    if len(notes) < _MIN_ROLLOUTS or _find_alike(notes, lambda note: note.replies) is None:
         return None
+    num_groups = len({note.group for note in notes})
     return (
-        f"all rollouts of a group are identical ({_count_looked_at(notes)}, of {len(groups)} groups), and the "
+        f"all rollouts of a group are identical ({_count_looked_at(notes)}, of {num_groups} groups), and the "
         f"temperature is {temperature:g}: of equal rollouts nothing can be learned"
     )
 
 
-def _find_alike(notes: Sequence[RolloutNote]) -> set[str] | None:
+def _find_alike(notes: Sequence[RolloutNote], get: Callable[[RolloutNote], str]) -> set[str] | None:
     """What the rollouts of each problem say, if all of one say the same; None with other words, or without siblings."""
     groups = {note.group for note in notes}
-    texts = {(note.group, note.given) for note in notes}
+    texts = {(note.group, get(note)) for note in notes}
     if len(groups) < 2 or len(texts) > len(groups) or len(notes) < 2 * len(groups):
         return None
     return {text for _, text in texts}
