@@ -19,8 +19,9 @@ LAST_HEADING = "## Your own task in ten minutes\n"
 EDITED = ("make_data.py", "tools.py", "rewards.py", "task.toml")
 TYPED = (
     "second",  # in make_data.py: the answer is the word of the first lookup
-    "def few_calls(messages):\n    return [-0.1 * sum(m['role'] == 'tool' for m in each) for each in messages]\n",
-    '[[rewards]]\nfunction = "rewards.py:few_calls"\n',
+    "def one_lookup(messages):\n"
+    "    return [float(sum(each['role'] == 'tool' for each in talk) == 1) for talk in messages]\n",
+    '[[rewards]]\nfunction = "rewards.py:one_lookup"\nweight = 0.1\n',
     "python make_data.py\n",
     "unbroken train task.toml --output runs/second\n",
     "unbroken view runs/second\n",

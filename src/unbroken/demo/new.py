@@ -117,16 +117,16 @@ unbroken train task.toml --output runs/second
 ```
 
 To try: let the word of the first lookup be the answer (in `make_data.py` write `"answer": second`), and add a second
-reward, which costs a tenth for each lookup. At the end of `rewards.py`:
+reward, a tenth for one lookup and no more. At the end of `rewards.py`:
 ```
-def few_calls(messages):
-    return [-0.1 * sum(each["role"] == "tool" for each in conversation) for conversation in messages]
+def one_lookup(messages):
+    return [float(sum(each["role"] == "tool" for each in talk) == 1) for talk in messages]
 ```
 and at the end of `task.toml` (the reward is the sum, each times its `weight`):
 ```
 [[rewards]]
-function = "rewards.py:few_calls"
-weight = 1.0
+function = "rewards.py:one_lookup"
+weight = 0.1
 ```
 """
 _README_OF_TINY = """

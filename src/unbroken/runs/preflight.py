@@ -258,7 +258,7 @@ def _describe_parts(groups: Sequence[TrajectoryGroup]) -> str:
             if isinstance(value, (int, float)):  # an environment may note others
                 parts.setdefault(name, []).append(float(value))
     shown = (f"{name} {fmean(values):.3g} ± {pstdev(values):.2g}" for name, values in parts.items())
-    return f"; without their weights: {', '.join(shown)}" if len(parts) > 1 else ""
+    return f"; each function before its weight: {', '.join(shown)}" if len(parts) > 1 else ""
 
 
 def _describe_size(model: Any) -> str:

@@ -129,7 +129,7 @@ def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_
     assert "40; 2 x 4 rollouts a step" in lines["rows"]
     assert re.search(r" of sampling, and \S+ s of updates \(a gradient of \d+ ids took \S+ s\)$", lines["a"])
     assert lines["memory"].endswith(" for the optimizer; passes of more ids take more")
-    assert re.search(r"; without their weights: always 3 ± 0, score \S+ ± \S+$", lines["rewards"])
+    assert re.search(r"; each function before its weight: always 3 ± 0, score \S+ ± \S+$", lines["rewards"])
     assert not (tmp_path / "run").exists()
 
 
