@@ -34,6 +34,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.cluster.processes": (1, "logs of its own processes"),
     "unbroken.cluster.registry": (4, "its own log and state"),
     "unbroken.demo.model": (1, "a file of the package"),
+    "unbroken.demo.new": (2, "files of the package"),
     "unbroken.demo.run": (2, "metrics of its own run"),
     "unbroken.engines.vllm.causes": (2, "what processes of its own engine wrote"),
     "unbroken.engines.vllm.prompts": (1, "settings that were checked when the request came"),

@@ -23,6 +23,7 @@ from unbroken.runs.diagnosis.diary import diagnose_folder
 from unbroken.runs.diagnosis.evidence import read_steps
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.export.kept import FINAL
+from unbroken.runs.folder import FIT
 from unbroken.runs.python_files import GIVEN, given_objects
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.records.files import FOLDER, find_conversation, find_records, join_texts, read_records
@@ -94,11 +95,12 @@ def fit(
     """Train a model, or continue the run in `output`: the run that `unbroken train` makes, without files for it.
 
     `rows` are a list of dicts, a data set of `datasets`, or the path of a file; `reward` a function or several, as in
-    a rewards.py; `tools` functions with the decorator `@tool`. Without `preflight` no rollouts are sampled and shown
-    before the first step. All other keywords are tables of a recipe's TOML, in which a function or class stands as
-    it is:
+    a rewards.py, whose sum is the reward; `tools` functions with the decorator `@tool`. Without `preflight` no rollouts
+    are sampled and shown before the first step. All other keywords are tables of a recipe's TOML, in which a function
+    or class stands as it is; `rewards`, in place of `reward`, gives each function a weight:
 
         fit(model, rows, correct, steps=50, rollouts={"group_size": 8}, trainer={"optimizer": {"learning_rate": 1e-5}})
+        fit(model, rows, rewards=[{"function": correct}, {"function": brief, "weight": 0.1}], steps=50)
         fit(model, environment=GuessEnv, environment_arguments={"largest": 20}, steps=50)
 
     It may be called where an event loop runs, as in a notebook. Samplers in other processes cannot have what was given.
@@ -115,7 +117,7 @@ def fit(
     try:
         recipe = load_recipe(None)
         values = read_table(table, recipe.section, source="", folder=None)
-        recipe = replace(recipe, name="unbroken.fit", values=values)
+        recipe = replace(recipe, name=FIT, values=values)
         run_recipe(recipe, digests=_digest_code(objects), preflight=preflight)
     finally:
         given_objects.reset(before)

@@ -100,7 +100,8 @@ CLUSTER = "tests/e2e/test_cluster.py runs one on this machine"
 OWN_SDK = "needs a package of `make clients` or `make agents`, which run it"
 
 NOT_RUN = {
-    ("README.md", "make demo"): "make demo is a test of its own, tests/e2e/test_demo.py, and takes minutes",
+    ("README.md", "python3 -m venv"): "`make extras` installs each extra in a fresh environment",
+    ("README.md", "unbroken new words"): "as in docs/getting-started.md",
     ("docs/architecture.md", " task ── Env.start"): DIAGRAM,
     ("docs/architecture.md", " GroupSource ──"): DIAGRAM,
     ("docs/architecture.md", " uvicorn ─►"): DIAGRAM,
@@ -146,7 +147,7 @@ NOT_RUN = {
         "unbroken serve path/to/model --served-model-name tiny",
     ): "as in the README, whose request is run",
     ("docs/troubleshooting.md", "diagnosis: every reward"): OUTPUT,
-    ("docs/getting-started.md", "pip install"): "`make extras` installs each extra",
+    ("docs/getting-started.md", "python3 -m venv"): "`make extras` installs each extra",
     ("docs/getting-started.md", "engine: one policy with the trainer"): OUTPUT,
     (
         "docs/troubleshooting.md",
@@ -540,14 +541,16 @@ def test_the_blocks_of_training_rollouts_and_environments_run(
 
 
 def test_the_own_task_of_getting_started_is_trained_as_its_page_says(workplace: Path) -> None:
-    folder = write_first_task(workplace, "first")
-    shell = block("docs/getting-started.md", "python make_data.py && unbroken train task.toml").replace(
-        "task.toml", f"task.toml {shlex.join(SMALL)}"
-    )
-    run_shell(f"cd first; ({shell}) 2> log")
+    folder = workplace / "words"
+    shell = block("docs/getting-started.md", "unbroken new words") + f"unbroken train task.toml {shlex.join(SMALL)}"
+    run_shell(f"({shell}) 2> log")
     assert (folder / "runs" / "first" / "final" / "model.safetensors").exists()
-    (folder / "fit.py").write_text(block("docs/getting-started.md", "import json\n\nimport unbroken"))
-    run_shell("cd first; python fit.py 2> log-of-fit")
+    script = block("docs/getting-started.md", "import json\n\nimport unbroken")
+    for words, short in (("steps=20", "steps=1"), ('"num_problems": 64', '"num_problems": 2')):
+        assert words in script
+        script = script.replace(words, short)
+    (folder / "fit.py").write_text(script)
+    run_shell("cd words; python fit.py 2> log-of-fit")
     assert (folder / "runs" / "fit" / "final" / "model.safetensors").exists()
     correct = run_python(block("docs/getting-started.md", "def correct(completions, answer):"))["correct"]
     assert correct(['Answer: "zavi"', "zavi"], ["zavi", "zavi"]) == [1.0, 0.0]
@@ -556,12 +559,12 @@ def test_the_own_task_of_getting_started_is_trained_as_its_page_says(workplace: 
 def write_first_task(workplace: Path, name: str) -> Path:
     """A folder with the files of getting-started, and a model that is not warmed up in place of the demo's."""
     folder = workplace / name
-    (folder / "runs" / "demo").mkdir(parents=True)
-    (folder / "runs" / "demo" / "model").symlink_to(workplace / "path" / "to" / "model")
+    folder.mkdir()
+    (folder / "model").symlink_to(workplace / "path" / "to" / "model")
     (folder / "make_data.py").write_text(block("docs/getting-started.md", "import json\nimport random"))
     (folder / "tools.py").write_text(block("docs/getting-started.md", "import json\nfrom pathlib import Path"))
     (folder / "rewards.py").write_text(block("docs/getting-started.md", "def correct(completions, answer):"))
-    (folder / "task.toml").write_text(block("docs/getting-started.md", 'model = "runs/demo/model"'))
+    (folder / "task.toml").write_text(block("docs/getting-started.md", 'model = "model"'))
     return folder
 
 
@@ -584,7 +587,7 @@ def make_small(name: str, text: str) -> str:
         return text
     for line in SMALL_TOML:
         text = re.sub(rf"(?m)^{re.escape(line.partition(' = ')[0])} = .*\n", "", text)
-    return "\n".join([*SMALL_TOML, text.replace(HUB_NAME, "runs/demo/model")])
+    return "\n".join([*SMALL_TOML, text.replace(HUB_NAME, "model")])
 
 
 def find_labels(text: str) -> list[str]:
@@ -635,11 +638,11 @@ def test_the_cells_of_the_notebooks_run(path: Path, workplace: Path, monkeypatch
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     folder = workplace / path.stem
-    (folder / "runs" / "demo").mkdir(parents=True)
-    (folder / "runs" / "demo" / "model").symlink_to(workplace / "path" / "to" / "model")
+    (folder / "words").mkdir(parents=True)
+    (folder / "words" / "model").symlink_to(workplace / "path" / "to" / "model")
     monkeypatch.chdir(folder)
     shorter = {
-        "unbroken demo --steps 1 > demo.log 2>&1": "true",
+        "unbroken new words > new.log": "true",
         "unbroken train task.toml": f"unbroken train task.toml {shlex.join(SMALL)}",
         "--problems 32": "--problems 2 --rollouts.sampling.max-tokens 16",
     }

@@ -35,7 +35,7 @@ def add_new_parser(commands: Any) -> None:
     new.add_argument(
         "--model",
         metavar="MODEL",
-        help="a model's folder or a hub's name (default: a tiny one is made, in two minutes)",
+        help="a model's folder or a hub's name (default: a tiny one that knows this task)",
     )
     new.set_defaults(run=_run_new, advice="; nothing was written")
 
@@ -46,10 +46,9 @@ def _run_new(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a task needs the train extra", "train") from error
 
-    with show_progress():
-        files = write_task(arguments.folder, arguments.model)
+    files = write_task(arguments.folder, arguments.model)
     print(f"{arguments.folder}: {', '.join(files)}")
-    print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml")
+    print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml (README.md says what to change)")
     return 0
 
 

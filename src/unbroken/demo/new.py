@@ -1,10 +1,13 @@
 """`unbroken new NAME`: the task of docs/getting-started.md, in files that run as they are, and that a user changes.
 
-prompts.jsonl, table.json      the problems, and what the tool knows
+make_data.py                   writes prompts.jsonl, the problems, and table.json, what the tool knows
 tools.py                       what the model may call
 rewards.py, test_rewards.py    what is rewarded, and its test
 task.toml, README.md           the model and the settings, and which command does what
 model/                         the demo's tiny model, unless another is named
+
+The tiny model comes with the package (`words/`), because its warm-up takes 100 CPU seconds, and minutes beside other
+programs: it is what `write_warm_model(folder, WarmUpConfig(), seed=0)` writes.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 
-from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import EXPLANATION, SYLLABLES
 from unbroken.errors import InvalidInputError
 from unbroken.model_source import check_model_source
@@ -23,6 +26,25 @@ from unbroken.weights.folders import atomic_folder
 NUM_PROMPTS = 256
 MODEL = "model"
 """The folder of the tiny model, beside the task."""
+_DATA = """\
+import json
+import random
+
+draw = random.Random(0)
+syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+table, rows = {}, []
+while len(rows) < 256:
+    parts = draw.sample(syllables, 6)
+    first, second, value = (a + b for a, b in zip(parts[::2], parts[1::2]))
+    if {first, second} & table.keys():
+        continue
+    table |= {first: {"next": second}, second: {"value": value}}
+    rows.append({"prompt": f'Start at "{first}".', "answer": value})
+with open("table.json", "w") as file:
+    json.dump(table, file)
+with open("prompts.jsonl", "w") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+"""
 _TOOLS = '''\
 import json
 from pathlib import Path
@@ -74,22 +96,55 @@ function = "rewards.py:correct"
 _README = """\
 # {name}
 The model looks up a word, then the word that it was given, and answers with the value: 1 if that is right, else 0.
+```
+unbroken doctor task.toml       # samples 8 rollouts, and says what is wrong with them
+unbroken train task.toml        # trains{duration}
+unbroken view runs/first        # shows the run: curves, and each rollout
+unbroken eval task.toml --model {model} --model runs/first
+```
 
-- `prompts.jsonl`: a problem in each line; columns other than `prompt` go to the reward, by their names
-- `tools.py`: what the model may call; it sees types and docstring (`table.json` is what this tool knows)
-- `rewards.py`: what is rewarded; `python test_rewards.py` tests it
-- `task.toml`: the model and the settings; `unbroken train task.toml --help` describes them
+## Make it yours
+| to change | where |
+|---|---|
+| the problems | `make_data.py`: `python make_data.py` writes `prompts.jsonl`, and `table.json` of the tool |
+| the tool | `tools.py`: the model sees its types and its docstring |
+| the reward | `rewards.py`: it gets columns of the data by their names; `python test_rewards.py` tests it |
+| the model, the settings | `task.toml`; `unbroken train task.toml --help` describes them |
 
-`unbroken doctor task.toml` samples a few rollouts and says what is wrong with them. `unbroken train task.toml` trains,
-and `unbroken view runs/first` shows the run.
+`unbroken train` continues the run in `runs/first`. After a change give it another folder:
+```
+unbroken train task.toml --output runs/second
+```
+
+To try: let the word of the first lookup be the answer (in `make_data.py` write `"answer": second`), and add a second
+reward, a tenth for one lookup and no more. At the end of `rewards.py`:
+```
+def one_lookup(messages):
+    return [float(sum(each["role"] == "tool" for each in talk) == 1) for talk in messages]
+```
+and at the end of `task.toml` (the reward is the sum, each times its `weight`):
+```
+[[rewards]]
+function = "rewards.py:one_lookup"
+weight = 0.1
+```
+"""
+_README_OF_TINY = """
+## What the tiny model can learn
+`model` has 0.1 million parameters and knows one task: `Start at "raka".`, calls of `lookup` with one `key`, and
+`Answer: "pemi"`, with words of two small syllables. It learns when to look up, how often, and which of the words that
+it has seen to answer. Capitals, other words and other tools never come: for these put a model of your own into
+`task.toml`, by its name on the hub or its folder, and a learning rate of 1e-6.
+
+If other programs use the same cores, `export OMP_NUM_THREADS=1` makes it several times faster.
 """
 
 
-def write_task(folder: Path, model: str | None = None, *, warm_up: WarmUpConfig | None = None) -> list[str]:
+def write_task(folder: Path, model: str | None = None) -> list[str]:
     """Write a task for `model`, a folder or a hub's name, and return the names of its files.
 
-    Without `model` the demo's tiny one is made beside the task, in a minute or two. It has seen such prompts; for
-    another one each prompt has an explanation, and the learning rate is that of a large model.
+    Without `model` the demo's tiny one is put beside the task. It has seen such prompts; for another one each prompt
+    has an explanation, and the learning rate is that of a large model.
 
     Raises:
         InvalidInputError: the folder is there, or cannot be written, or `model` names no model.
@@ -98,18 +153,25 @@ def write_task(folder: Path, model: str | None = None, *, warm_up: WarmUpConfig 
         raise InvalidInputError(f"NAME must be a folder that is not there yet, got {folder}")
     if model is not None:
         check_model_source(model, name="--model")
-    files = _make_files(folder.name, model)
+    texts = _make_files(folder.name, model)
     try:
         with atomic_folder(folder) as part:
-            for name, text in files.items():
+            for name, text in texts.items():
                 (part / name).write_text(text, "utf-8")
             if model is None:
-                from unbroken.demo.model import write_warm_model
-
-                write_warm_model(part / MODEL, warm_up or WarmUpConfig(), seed=0)
+                _copy_model(part / MODEL)
     except OSError as error:
         raise InvalidInputError(f"NAME must be a folder that can be written, got {folder}: {error}") from error
-    return [*files, *([MODEL] if model is None else [])]
+    return [*texts, *([MODEL] if model is None else [])]
+
+
+def _copy_model(folder: Path) -> None:
+    """Write the tiny model; its chat template is the demo's."""
+    folder.mkdir()
+    demo = files("unbroken.demo")
+    for each in demo.joinpath("words").iterdir():
+        (folder / each.name).write_bytes(each.read_bytes())
+    (folder / "chat_template.jinja").write_bytes(demo.joinpath("chat.jinja").read_bytes())
 
 
 def _make_files(name: str, model: str | None) -> Mapping[str, str]:
@@ -122,13 +184,17 @@ def _make_files(name: str, model: str | None) -> Mapping[str, str]:
         learning_rate="1e-6" if model else "5e-4",  # a tenth of a million parameters takes more than a large model
     )
     return {
-        "README.md": _README.format(name=name),
+        "README.md": _README.format(
+            name=name, model=source, duration="" if model else " 20 steps, in about 40 CPU seconds"
+        )
+        + ("" if model else _README_OF_TINY),
         "task.toml": settings,
+        "make_data.py": _DATA if model is None else _DATA.replace("\".'", f"\".' + {EXPLANATION!r}"),
         "prompts.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
         "rewards.py": _REWARDS,
         "test_rewards.py": _TEST,
         "tools.py": _TOOLS,
-        "table.json": json.dumps(table, indent=1) + "\n",
+        "table.json": json.dumps(table),
     }
 
 

@@ -40,6 +40,7 @@ from unbroken.runs.folder import (
     TRACEBACK,
     claim_folder,
     digest_files,
+    find_differences,
     lock_folder,
     may_change,
 )
@@ -186,9 +187,10 @@ def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[
     for name in sorted(before.keys() | settings.keys()):
         old, new = before.get(name), settings.get(name)
         if old != new and not (may_change(name) and not name.startswith("evaluation.")):
+            part, was, now = next(find_differences(name, old, new))
             raise InvalidInputError(
-                f"{name} must be {'left out' if old is None else repr(old)} as in the evaluation in {output}, which "
-                f"goes on with what it began with, got {new!r}: give that, or another --output"
+                f"{part} must be {'left out' if was == 'None' else was} as in the evaluation in {output}, which "
+                f"goes on with what it began with, got {now}: give that, or another --output"
             )
     return report
 

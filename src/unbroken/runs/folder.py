@@ -30,6 +30,10 @@ _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
 _EVALUATIONS = "evaluation.jsonl"
+_MAX_DIFFERENCES = 4
+"""Besides the first; of a run with other settings altogether, all would be a page."""
+FIT = "unbroken.fit"
+"""The recipe's name of a run that `unbroken.fit` makes: its options are keywords, not those of a command."""
 FOLLOWER = "follow"
 """Of `unbroken eval --follow`: its lock, and what its engine writes."""
 _CLUSTER = "cluster"
@@ -171,8 +175,9 @@ def claim_folder(
             (folder / file).unlink(missing_ok=True)
         _write(path, new)
         return False
-    _check_same(folder, stored.settings, settings)
-    _check_same_files(folder, stored.files, new.files)
+    option = "output=" if recipe == FIT else "--output"
+    _check_same(folder, stored.settings, settings, option)
+    _check_same_files(folder, stored.files, new.files, option)
     if stored != (whole := replace(new, files=all_files)):  # of several processes, only the first writes
         _write(path, whole)
     return True
@@ -207,22 +212,49 @@ def find_state(folder: Path) -> str:
     return "running" if is_running(int(words[0])) else "died"
 
 
-def _check_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    for each in sorted(name for name in before.keys() | settings.keys() if not may_change(name)):
-        old, new = before.get(each), settings.get(each)
-        if old != new:
-            raise InvalidInputError(
-                f"{each} must be {old!r} as in the run in {folder}, got {new!r}: a run continues with the config that "
-                "it began with. Give that value, or another --output"
-            )
+def _check_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any], option: str) -> None:
+    """Compare all settings that may not change; `option` is how the user names the output folder."""
+    names = sorted(name for name in before.keys() | settings.keys() if not may_change(name))
+    others = [each for name in names for each in find_differences(name, before.get(name), settings.get(name))]
+    if others:
+        (name, old, new), *rest = others
+        more = "".join(f", and {name} {old}, got {new}" for name, old, new in rest[:_MAX_DIFFERENCES])
+        left = f", and {len(rest) - _MAX_DIFFERENCES} more" if len(rest) > _MAX_DIFFERENCES else ""
+        raise InvalidInputError(
+            f"{name} must be {old} as in the run in {folder}, got {new}{more}{left}: a run continues with the config "
+            f"that it began with. Give that value, or another {option}"
+        )
 
 
-def _check_same_files(folder: Path, before: Mapping[str, str | None], files: Mapping[str, str | None]) -> None:
+def find_differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, str, str]]:
+    """What differs of a setting: the name, the old and the new value; of tables and their lists only that part.
+
+    Worked example: rewards of {function: a, weight: 1} and {function: a, weight: 2} give rewards[0].weight, 1, 2.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(old.keys() | new.keys()):
+            yield from find_differences(f"{name}.{key}", old.get(key), new.get(key))
+    elif _has_tables(old) and _has_tables(new):
+        for number, pair in enumerate(zip(old, new, strict=False)):
+            yield from find_differences(f"{name}[{number}]", *pair)
+        if len(old) != len(new):
+            yield name, f"a list of {len(old)}", f"a list of {len(new)}"
+    elif old != new:
+        yield name, repr(old), repr(new)
+
+
+def _has_tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
+
+
+def _check_same_files(
+    folder: Path, before: Mapping[str, str | None], files: Mapping[str, str | None], option: str
+) -> None:
     for each in sorted(before.keys() & files.keys()):
         if before[each] not in (files[each], None):  # null: the user has said that it may be another one
             raise InvalidInputError(
                 f"{each} must be {before[each]!r} as in the run in {folder}, got {files[each]!r}: a run continues with "
-                "the files that it began with. Give that one, or another --output; to go on with this one on purpose, "
+                f"the files that it began with. Give that one, or another {option}; to go on with this one on purpose, "
                 f"write null in its place in {folder / _FILE}; rows to train on must stay the same"
             )
 
@@ -316,7 +348,7 @@ def _open_locked(path: Path) -> int:
             os.close(descriptor)
             raise InvalidInputError(
                 f"output must be a folder that no other run writes into, and process {holder} runs in {path.parent}: "
-                "wait for its end, end it, or give another --output"
+                "wait for its end, end it, or give another output folder"
             ) from None
         except OSError as error:
             _logger.warning("%s cannot be locked (%s): start no second run in this folder", path, error)

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
 from typing import Any
 
 from rich.console import Console
@@ -95,7 +96,11 @@ class Preflight:
         ]
         numbers = {**count_records(records), **measure_memory()}
         notes = tuple(map(RolloutNote.of, records))
-        evidence = Evidence(is_preflight=True, is_evaluation=not self.trains).add_step(numbers, notes=notes)
+        evidence = Evidence(
+            is_preflight=True,
+            is_evaluation=not self.trains,
+            temperature=self.config.rollouts.sampling.temperature,
+        ).add_step(numbers, notes=notes)
         rows = {
             **self._describe_means(),
             "tools": self._describe_tools(groups, numbers),
@@ -243,7 +248,18 @@ def _describe_rewards(groups: Sequence[TrajectoryGroup], numbers: Numbers) -> st
     differ = sum(len(set(rewards)) > 1 for rewards in compared)
     bounds = f"{numbers['reward/min']:.4g} to {numbers['reward/max']:.4g}"
     within = f"; they differ within {differ} of {len(compared)} groups" if compared else ""
-    return f"{bounds}, mean {numbers['reward/mean']:.3g}{within}"
+    return f"{bounds}, mean {numbers['reward/mean']:.3g}{within}{_describe_parts(groups)}"
+
+
+def _describe_parts(groups: Sequence[TrajectoryGroup]) -> str:
+    """The mean and the spread of each part, where there are several: their sum hides one that is always 0."""
+    parts: dict[str, list[float]] = {}
+    for each in (each for group in groups for each in group.trajectories):
+        for name, value in each.reward_parts.items():
+            if isinstance(value, (int, float)):  # an environment may note others
+                parts.setdefault(name, []).append(float(value))
+    shown = (f"{name} {fmean(values):.3g} ± {pstdev(values):.2g}" for name, values in parts.items())
+    return f"; each function before its weight: {', '.join(shown)}" if len(parts) > 1 else ""
 
 
 def _describe_size(model: Any) -> str:

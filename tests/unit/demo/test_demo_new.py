@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -13,11 +14,10 @@ import pytest
 
 from support.served import save_tiny_model
 from unbroken.cli import main
-from unbroken.demo.config import WarmUpConfig
+from unbroken.demo.model import build_tokenizer
 from unbroken.demo.new import write_task
 
 ROOT = Path(__file__).parents[3]
-SHORT = WarmUpConfig(max_drill_steps=1, num_demo_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +45,33 @@ def test_a_task_for_a_model_is_written_its_reward_is_tested_and_a_step_is_traine
 
 
 @pytest.mark.usefixtures("datasets_cache")
-def test_without_a_model_a_tiny_one_is_made_that_the_task_names(tmp_path, capsys):
-    files = write_task(tmp_path / "words", warm_up=SHORT)
-    assert sorted(files) == sorted(each.name for each in (tmp_path / "words").iterdir())
+def test_without_a_model_a_tiny_one_is_copied_that_knows_the_task(tmp_path, capsys):
+    assert main(["new", str(tmp_path / "words")]) == 0
+    files = re.search(r"words: (.*)", capsys.readouterr().out)
+    assert files is not None
+    assert sorted(files[1].split(", ")) == sorted(each.name for each in (tmp_path / "words").iterdir())
     assert main(["doctor", str(tmp_path / "words" / "task.toml")]) == 0
-    assert f"{tmp_path / 'words' / 'model'}, 0.11 M parameters" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{tmp_path / 'words' / 'model'}, 0.11 M parameters" in shown
+    assert re.search(r"calls, 0 could not be read, 0 failed\n  turns   (\d+) of \1 turns end by themselves", shown)
+    # Of the demo: what the model was warmed up with is what the demo's tests look at.
+    tokenizer = json.loads((tmp_path / "words" / "model" / "tokenizer.json").read_text())
+    assert tokenizer == json.loads(build_tokenizer().backend_tokenizer.to_str())
+
+
+def test_the_program_that_writes_the_data_writes_what_is_there(tmp_path, model):
+    for name, source in (("tiny", None), ("large", str(model))):
+        write_task(tmp_path / name, source)
+        before = {each.name: each.read_bytes() for each in (tmp_path / name).iterdir() if each.is_file()}
+        subprocess.run([sys.executable, "make_data.py"], cwd=tmp_path / name, check=True)
+        assert {each.name: each.read_bytes() for each in (tmp_path / name).iterdir() if each.is_file()} == before
 
 
 def test_the_files_are_those_of_getting_started(tmp_path, model):
     write_task(tmp_path / "words", str(model))
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs" / "getting-started.md").read_text(), re.DOTALL)
+    write_task(tmp_path / "tiny")
+    assert (tmp_path / "tiny" / "make_data.py").read_text() in blocks
     for name in ("tools.py", "rewards.py"):
         assert (tmp_path / "words" / name).read_text() in blocks
     (shown,) = (tomllib.loads(block) for block in blocks if block.startswith("model = "))
@@ -62,7 +79,12 @@ def test_the_files_are_those_of_getting_started(tmp_path, model):
     for table in (shown, written):
         del table["model"], table["trainer"], table["rollouts"]
     assert written == shown
-    assert len((tmp_path / "words" / "README.md").read_text().splitlines()) == 10
+
+
+def test_the_way_from_the_readme_to_an_own_task_is_short_enough_to_be_read_and_typed_in_ten_minutes(capsys):
+    tool = runpy.run_path(str(ROOT / "tools" / "measure_reading.py"))
+    assert tool["main"]() == 0, capsys.readouterr().out
+    assert len(tool["list_sections"]()) > 8, "the README, the new folder's, and its files"
 
 
 def test_a_folder_that_is_there_and_a_model_that_is_none_are_refused(tmp_path, capsys):

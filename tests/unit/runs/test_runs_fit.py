@@ -133,8 +133,13 @@ def test_the_same_call_continues_and_another_reward_is_refused(fitted, model):
     def correct(completions):
         return [0.5 * len(text) for text in completions]
 
-    with pytest.raises(InvalidInputError, match=r"the SHA-256 of fit:correct must be .* as in the run in .*, got "):
+    with pytest.raises(
+        InvalidInputError, match=r"the SHA-256 of fit:correct must be .* as in the run in .*, got .* or another output="
+    ):
         fit(model, fitted.folder, reward=correct, steps=3)
+    weighted = [{"function": globals()["correct"], "weight": 0.5}]
+    with pytest.raises(InvalidInputError, match=r"^rewards\[0\]\.weight must be 1\.0 as in .*, got 0\.5: .* output="):
+        fit(model, fitted.folder, reward=(), rewards=weighted, steps=3)
 
 
 def test_the_loop_that_calls_is_free_of_the_run_and_an_error_comes_through(model, tmp_path):

@@ -55,6 +55,11 @@ def test_what_decides_no_gradient_may_change(tmp_path, changed):
         ("lookup.py", SETTINGS | {"seed": 1}, r"seed must be 0 as in the run in .*, got 1: .* or another --output"),
         ("lookup.py", SETTINGS | {"new": True}, r"new must be None as in the run in .*, got True"),
         ("lookup.py", SETTINGS | {"output_format": "x"}, r"output_format must be None as in the run in .*, got 'x'"),
+        (
+            "lookup.py",
+            SETTINGS | {"seed": 1, "new": 2, "other": 3},
+            r"^new must be None as in the run in .*, got 2, and other None, got 3, and seed 0, got 1: a run",
+        ),
         ("lookup.py", {"output": "runs/a"}, r"seed must be 0 as in the run in .*, got None"),
     ],
 )
@@ -65,6 +70,18 @@ def test_another_run_is_refused_and_changes_nothing(tmp_path, recipe, settings, 
     with pytest.raises(InvalidInputError, match=message):
         claim_folder(tmp_path, recipe, settings)
     assert (tmp_path / "recipe.json").read_text() == before
+
+
+def test_of_tables_that_differ_only_the_field_is_shown(tmp_path):
+    one = {"function": "rewards.py:correct", "weight": 1.0, "timeout_s": 600.0}
+    claim_folder(tmp_path, "lookup.py", SETTINGS | {"rewards": [one, one]})
+    make_step(tmp_path)
+    for rewards, message in (
+        ([one, one | {"weight": 0.5}], r"^rewards\[1\].weight must be 1.0 as in the run in .*, got 0.5: a run"),
+        ([one], r"^rewards must be a list of 2 as in the run in .*, got a list of 1: a run"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            claim_folder(tmp_path, "lookup.py", SETTINGS | {"rewards": rewards})
 
 
 def test_a_run_that_trained_no_step_begins_anew_with_other_settings(tmp_path):

@@ -116,6 +116,10 @@ def test_a_run_that_continues_makes_no_second_preflight(task, capsys):
 
 
 def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_path, task, capsys):
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write("def always(completions):\n    return [3.0 for _ in completions]\n")
+    second = '{function = "rewards.py:always", weight = 0.1}'
+    task.write_text(task.read_text().replace("rewards = [", f"rewards = [{second}, "))
     assert main(["doctor", str(task)]) == 0
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ")}
@@ -125,6 +129,7 @@ def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_
     assert "40; 2 x 4 rollouts a step" in lines["rows"]
     assert re.search(r" of sampling, and \S+ s of updates \(a gradient of \d+ ids took \S+ s\)$", lines["a"])
     assert lines["memory"].endswith(" for the optimizer; passes of more ids take more")
+    assert re.search(r"; each function before its weight: always 3 ± 0, score \S+ ± \S+$", lines["rewards"])
     assert not (tmp_path / "run").exists()
 
 

@@ -20,6 +20,7 @@ from unbroken.runs.diagnosis.evidence import (
     read_evidence,
     read_object,
     read_steps,
+    read_temperature,
 )
 from unbroken.runs.diagnosis.rules import Finding, diagnose
 from unbroken.runs.folder import DIAGNOSIS_FILE
@@ -72,7 +73,7 @@ class Diary:
             self._write()
 
     def _read_start(self) -> Evidence:
-        evidence = Evidence(ending=Ending(status="running"))
+        evidence = Evidence(ending=Ending(status="running"), temperature=read_temperature(self._folder))
         for each in read_steps(self._folder):
             evidence = evidence.add_step(each)
         said = (read_object(self._folder, DIAGNOSIS_FILE) or {}).get("said")

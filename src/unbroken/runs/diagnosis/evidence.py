@@ -10,6 +10,7 @@ Folders may come from elsewhere: no link is followed, sizes are bounded, and wha
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,35 +49,62 @@ class RolloutNote:
     """Siblings, rollouts of one problem, have the same."""
     given: str
     """The end of what the policy said last."""
+    replies: str
+    """All that the policy said and called."""
     expected: str | None
     """The answer in the row of the data set, if a column has such a name."""
     reward: float | None
     error: str | None
     tool_answer: str | None
     """The beginning of the first answer of a tool that failed."""
+    call: str | None = None
+    """A tool call: the one that failed, otherwise the first."""
+    unread_call: str | None = None
+    """The first tool call that could not be read, as it was sampled."""
     has_tools: bool = False
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> RolloutNote:
         """Of a rollout's record (docs/rollouts.md)."""
         conversation = find_conversation(record)
-        last = next((each for each in reversed(conversation) if each.get("role") == "assistant"), None)
-        answers = (
-            # Of a whole message, the tool's name would come first.
-            join_texts([{"content": each.get("content")}])
-            for each in conversation
-            if each.get("role") == "tool"
-        )
+        replies = [each for each in conversation if each.get("role") == "assistant"]
+        answer, call_id = _find_failed_answer(conversation)
         expected, error = find_expected(record.get("data")), record.get("error")
+        unread = (call for turn in record.get("turns") or () for call in turn.get("unread_calls") or ())
         return RolloutNote(
             group=str(record.get("group")),
-            given="" if last is None else join_texts([last]).strip()[-_MAX_TEXT:],
+            given=join_texts(replies[-1:]).strip()[-_MAX_TEXT:],
+            replies=join_texts(replies),
             expected=None if expected is None else expected[-_MAX_TEXT:],
             reward=_read_number(record.get("reward")),
             error=None if error is None else str(error)[:_MAX_TEXT],
-            tool_answer=next((each[:_MAX_TEXT] for each in answers if each.startswith(_FAILED_CALL)), None),
+            tool_answer=answer,
+            call=_find_call(replies, call_id),
+            unread_call=next((str(call)[:_MAX_TEXT] for call in unread), None),
             has_tools=bool(record.get("tools")),
         )
+
+
+def _find_failed_answer(conversation: Sequence[Mapping[str, Any]]) -> tuple[str | None, Any]:
+    """The beginning of the first answer of a tool that failed, and the id of its call."""
+    for each in conversation:
+        if each.get("role") == "tool":
+            # Of a whole message, the tool's name would come first.
+            text = join_texts([{"content": each.get("content")}])
+            if text.startswith(_FAILED_CALL):
+                return text[:_MAX_TEXT], each.get("tool_call_id")
+    return None, None
+
+
+def _find_call(replies: Sequence[Mapping[str, Any]], call_id: Any) -> str | None:
+    """The call with this id, or the first one, as NAME(ARGUMENTS)."""
+    calls = [call for reply in replies for call in reply.get("tool_calls") or () if "function" in call]
+    if not calls:
+        return None
+    function = next((each for each in calls if call_id is not None and each.get("id") == call_id), calls[0])["function"]
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{function.get('name')}({text})"[:_MAX_TEXT]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +141,8 @@ class Evidence:
     notes: tuple[RolloutNote, ...] = ()
     """Of the newest step that has any."""
     ending: Ending = field(default_factory=Ending)
+    temperature: float | None = None
+    """At which is sampled; None if it is not known."""
     is_evaluation: bool = False
     """Whether the only step is an evaluation, or the preflight of one: nothing is trained."""
     is_preflight: bool = False
@@ -151,7 +181,7 @@ def choose_evenly(groups: Sequence[Sequence[Any]], number: int = NUM_NOTES) -> l
 
 def read_evidence(folder: Path) -> Evidence:
     """Read the folder of a run or an evaluation, of one that ended, that runs, or whose process died."""
-    evidence = Evidence(ending=read_ending(folder))
+    evidence = Evidence(ending=read_ending(folder), temperature=read_temperature(folder))
     for step in read_steps(folder):
         evidence = evidence.add_step(step)
     records = _read_newest(folder, FOLDER)
@@ -177,6 +207,12 @@ def read_steps(folder: Path) -> list[Numbers]:
         if isinstance(value, dict) and type(step := value.get("step")) is int:
             steps[step] = {name: _read_number(each) for name, each in value.items()}
     return [steps[step] for step in sorted(steps)]
+
+
+def read_temperature(folder: Path) -> float | None:
+    """At which temperature a run samples, by the settings in its folder; None if they do not say it."""
+    settings = (read_object(folder, "recipe.json") or {}).get("settings")
+    return _read_number(settings.get("rollouts.sampling.temperature")) if isinstance(settings, dict) else None
 
 
 def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:

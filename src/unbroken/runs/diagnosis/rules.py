@@ -19,6 +19,8 @@ DOCS = "docs/troubleshooting.md"
 _MIN_ROLLOUTS = 8
 """Of so many rollouts, or calls, a share says something."""
 _MAX_QUOTE = 60
+_LOW_TEMPERATURE = 0.5
+"""Below, an id with twice the probability of another is sampled more than four times as often."""
 _MIN_WALL_S = 5.0
 """A step that is shorter is fast enough."""
 
@@ -133,7 +135,23 @@ def _show_pair(notes: Sequence[RolloutNote]) -> str:
     note = next((each for each in notes if each.expected is not None and each.error is None), None)
     if note is None:
         return ""
-    return f"; for example, {_quote(note.expected or '')} was expected and {_quote(note.given)} given"
+    after = "" if note.call is None else f", after the call {_shorten(note.call, most=_MAX_QUOTE)}"
+    return f"; for example, {_quote(note.expected or '')} was expected and {_quote(note.given)} given{after}"
+
+
+def _show_failed_call(notes: Sequence[RolloutNote]) -> str:
+    """One call of a tool that failed, and what the policy got."""
+    note = next((each for each in notes if each.tool_answer is not None), None)
+    if note is None:
+        return ""
+    call = "" if note.call is None else f"for example, of {_shorten(note.call, most=_MAX_QUOTE)} "
+    return f"; {call}the policy gets {_quote(note.tool_answer or '')}"
+
+
+def _show_unread_call(notes: Sequence[RolloutNote]) -> str:
+    """The beginning of one call that could not be read."""
+    call = next((each.unread_call for each in notes if each.unread_call is not None), None)
+    return "" if call is None else f"; one is {_shorten(call, most=2 * _MAX_QUOTE)!r}"
 
 
 def _find_equal(evidence: Evidence) -> tuple[Sequence[Numbers], float] | None:
@@ -189,14 +207,15 @@ def _find_no_variance(evidence: Evidence) -> str | None:
     found = _find_share(steps, ["groups/num_zero_variance"], "groups/num_compared", least=0.95)
     if found is None or _is_at_best(evidence, steps):
         return None
-    if _find_equal(evidence) is not None or _find_same_completions(evidence) is not None:
+    others = (_find_equal, _find_same_completions, _find_low_temperature)
+    if any(find(evidence) is not None for find in others):
         return None
     low, high = min(_get(step, "reward/min") for step in steps), max(_get(step, "reward/max") for step in steps)
     if low == high:
         return None
     return (
         f"in {found[0]} of {found[1]} groups {_name_span(evidence, steps)} all rewards are equal, though they are from "
-        f"{low:.4g} to {high:.4g} between problems: each problem is solved always or never"
+        f"{low:.4g} to {high:.4g} between problems: each problem is solved always or never{_show_pair(evidence.notes)}"
     )
 
 
@@ -215,21 +234,37 @@ def _find_same_completions(evidence: Evidence) -> str | None:
     steps = evidence.get_recent(2)
     if len(notes) < _MIN_ROLLOUTS or not steps or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
-    texts = _find_alike(notes)
+    texts = _find_alike(notes, lambda note: note.given)
     if texts is None:
         return None
     if len(texts) == 1:
         said = f"says {_quote(notes[0].given)}" if notes[0].given else "says nothing"
         return f"the policy {said} to all problems ({_count_looked_at(notes)})"
-    if evidence.is_evaluation:  # greedy sampling, or problems that are solved each time
+    # In an evaluation: greedy sampling, or problems that are solved each time.
+    if evidence.is_evaluation or _find_low_temperature(evidence) is not None:
         return None
     return f"the policy says the same to a problem each time it is asked ({_count_looked_at(notes)})"
 
 
-def _find_alike(notes: Sequence[RolloutNote]) -> set[str] | None:
+def _find_low_temperature(evidence: Evidence) -> str | None:
+    """All rollouts of a problem are the same word for word, and the temperature is low."""
+    notes = [note for note in evidence.notes if note.error is None]
+    temperature = evidence.temperature
+    if temperature is None or temperature >= _LOW_TEMPERATURE or evidence.is_evaluation or _is_learning(evidence):
+        return None
+    if len(notes) < _MIN_ROLLOUTS or _find_alike(notes, lambda note: note.replies) is None:
+        return None
+    num_groups = len({note.group for note in notes})
+    return (
+        f"all rollouts of a group are identical ({_count_looked_at(notes)}, of {num_groups} groups), and the "
+        f"temperature is {temperature:g}: of equal rollouts nothing can be learned"
+    )
+
+
+def _find_alike(notes: Sequence[RolloutNote], get: Callable[[RolloutNote], str]) -> set[str] | None:
     """What the rollouts of each problem say, if all of one say the same; None with other words, or without siblings."""
     groups = {note.group for note in notes}
-    texts = {(note.group, note.given) for note in notes}
+    texts = {(note.group, get(note)) for note in notes}
     if len(groups) < 2 or len(texts) > len(groups) or len(notes) < 2 * len(groups):
         return None
     return {text for _, text in texts}
@@ -262,8 +297,7 @@ def _find_tool_errors(evidence: Evidence) -> str | None:
     found = _find_share(steps, failures, "rollout/num_tool_calls", least=0.9, less=["counters/parse_failures"])
     if found is None:
         return None
-    answer = next((note.tool_answer for note in evidence.notes if note.tool_answer is not None), None)
-    example = "" if answer is None else f"; the policy gets {_quote(answer)}"
+    example = _show_failed_call(evidence.notes)
     return f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} failed in the tool itself{example}"
 
 
@@ -274,8 +308,7 @@ def _find_wrong_calls(evidence: Evidence) -> str | None:
     found = _find_share(steps, failures, "rollout/num_tool_calls", least=0.9, less=["counters/parse_failures"])
     if found is None or _is_learning(evidence):
         return None
-    answer = next((note.tool_answer for note in evidence.notes if note.tool_answer is not None), None)
-    example = "" if answer is None else f"; the policy gets {_quote(answer)}"
+    example = _show_failed_call(evidence.notes)
     return (
         f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} name no tool or do not fit its "
         f"arguments{example}"
@@ -290,7 +323,7 @@ def _find_parse_failures(evidence: Evidence) -> str | None:
         return None
     return (
         f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} could not be "
-        f"read{_name_reason(steps, 'parse_failures')}"
+        f"read{_name_reason(steps, 'parse_failures')}{_show_unread_call(evidence.notes)}"
     )
 
 
@@ -302,7 +335,10 @@ def _find_unused_tools(evidence: Evidence) -> str | None:
     is_called = _sum(steps, "rollout/num_tool_calls") > 0
     if is_called or not with_tools or number < _MIN_ROLLOUTS or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
-    return f"none of {number} rollouts {_name_span(evidence, steps)} has called a tool, and they have tools"
+    return (
+        f"none of {number} rollouts {_name_span(evidence, steps)} has called a tool, and they have "
+        f"tools{_show_pair(evidence.notes)}"
+    )
 
 
 def _name_reason(steps: Sequence[Numbers], event: str) -> str:
@@ -646,6 +682,13 @@ RULES: tuple[_Rule, ...] = (
         when="at least 90 % of the tool calls of two steps raise, or take too long",
         advice="call the tool yourself with the arguments of a rollout; the policy learns to live without a tool that "
         "never answers",
+    ),
+    _Rule(
+        name="low-temperature",
+        topic=Topic.LEARNING,
+        find=_find_low_temperature,
+        when="all rollouts of each problem that is looked at are identical, and the temperature is below 0.5",
+        advice="raise --rollouts.sampling.temperature: 1 is usual, and gives a group rollouts that differ",
     ),
     _Rule(
         name="equal-rewards",

@@ -56,6 +56,9 @@ from unbroken.untrusted import MAX_DEPTH
 if TYPE_CHECKING:
     from unbroken.training.objective.base import LeftOut
 
+_MAX_CALL = 500
+"""Characters of a call that could not be read: its ids are in the row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
@@ -222,6 +225,7 @@ def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dic
         "fork": None if turn.fork is None else turn.fork.value,
         "message": to_json(turn.message),
         "call_statuses": [call.status.value for call in turn.parsed.tool_calls],
+        "unread_calls": [call.full_text[:_MAX_CALL] for call in turn.parsed.failures],
         "closing": _make_closing(turn.bridge),
         "times": None if times is None else _round_times(asdict(times)),
         **describe_sampled(turn.policy, turn.sequence),

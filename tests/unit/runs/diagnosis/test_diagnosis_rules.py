@@ -35,16 +35,19 @@ EQUAL = {"groups/num_zero_variance": 8, "reward/std": 0.0, **EMPTY}
 
 def note(number: int, **others: Any) -> RolloutNote:
     usual: dict[str, Any] = {"given": f"The answer is {number}.", "expected": "27", "reward": 0.0, "error": None}
-    return RolloutNote(group=f"g{number // 2}", **{**usual, "tool_answer": None, **others})
+    usual |= {"replies": others.get("given", usual["given"]), "tool_answer": None}
+    return RolloutNote(group=f"g{number // 2}", **{**usual, **others})
 
 
 def rewards(value: float) -> dict[str, Any]:
     return {**EQUAL, "reward/mean": value, "reward/min": value, "reward/max": value}
 
 
-def observe(*steps: dict[str, Any], ending: str = "running", notes: Any = None, **of_ending: Any) -> Evidence:
+def observe(
+    *steps: dict[str, Any], ending: str = "running", notes: Any = None, temperature: float = 1.0, **of_ending: Any
+) -> Evidence:
     """The evidence of steps that differ from healthy ones in this."""
-    evidence = Evidence(ending=Ending(status=ending, **of_ending))
+    evidence = Evidence(ending=Ending(status=ending, **of_ending), temperature=temperature)
     for step in steps:
         evidence = evidence.add_step({**HEALTHY, **step})
     return replace(evidence, notes=tuple(note(k) for k in range(16)) if notes is None else tuple(notes))
@@ -55,7 +58,11 @@ def find(evidence: Evidence) -> dict[str, str]:
 
 
 SAME = [note(k, given="Yes.") for k in range(16)]
-FAILED_CALL = [note(k, tool_answer="Error: lookup failed with RuntimeError: database is down") for k in range(4)]
+FAILED_CALL = [
+    note(k, call='lookup({"key": "raka"})', tool_answer="Error: lookup failed with RuntimeError: database is down")
+    for k in range(4)
+]
+PAIRS = [note(k, given=f"It is {k // 2}.") for k in range(16)]
 CAUSES: dict[str, tuple[Evidence, str]] = {
     "failures": (
         observe({"counters/status/failed": 8}, notes=[note(0), note(1, error="KeyError: 'solution'")]),
@@ -63,7 +70,12 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
     ),
     "tool-errors": (
         observe(*[{"counters/tool_errors/error": 62}] * 2, notes=FAILED_CALL),
-        "124 of 124 tool calls of the last 2 steps failed in the tool itself; the policy gets 'Error: lookup failed",
+        "124 of 124 tool calls of the last 2 steps failed in the tool itself; for example, of "
+        r'lookup\(\{"key": "raka"\}\) the policy gets .Error: lookup failed',
+    ),
+    "low-temperature": (
+        observe(*[{"groups/num_zero_variance": 8}] * 3, notes=PAIRS, temperature=0.01),
+        r"all rollouts of a group are identical \(16 of 16 .* of 8 groups\), and the temperature is 0.01",
     ),
     "equal-rewards": (observe(*[rewards(0.0)] * 3), "every reward so far is 0 .*'27' was expected and 'The answer is"),
     "solved": (observe({}, *[rewards(1.0)] * 3), "have the reward 1, the highest that was seen in this run"),
@@ -73,8 +85,11 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
     "cut": (observe(*[{"counters/status/truncated": 61}] * 5), "305 of 320 .* the longest has 100 tokens"),
     "turns": (observe(*[{"counters/status/max_turns": 60}] * 3), "180 of 192 rollouts .* used up their turns"),
     "parse-failures": (
-        observe(*[{"counters/parse_failures": 40, "counters/parse_failures/bad_json": 40}] * 3),
-        r"120 of 192 tool calls .* could not be read \(bad_json\)",
+        observe(
+            *[{"counters/parse_failures": 40, "counters/parse_failures/bad_json": 40}] * 3,
+            notes=[note(0), note(1, unread_call='<tool_call>{"name": lookup')],
+        ),
+        r"""120 of 192 tool calls .* could not be read \(bad_json\); one is '<tool_call>{"name": lookup'$""",
     ),
     "wrong-calls": (
         observe(*[{"counters/tool_errors/unknown_tool": 58}] * 5),
@@ -188,10 +203,17 @@ def test_a_policy_that_solves_all_problems_with_the_same_words_has_not_collapsed
 
 
 def test_a_policy_that_says_the_same_to_a_problem_each_time_is_named_before_its_variance():
-    notes = [note(k, given=f"It is {k // 2}.") for k in range(16)]
-    found = find(observe(*[{"groups/num_zero_variance": 8, "reward/mean": 0.2}] * 3, notes=notes))
+    found = find(observe(*[{"groups/num_zero_variance": 8, "reward/mean": 0.2}] * 3, notes=PAIRS))
     assert list(found) == ["same-completions"]
     assert "to a problem each time" in found["same-completions"]
+
+
+def test_identical_rollouts_of_a_low_temperature_are_said_also_where_all_problems_are_solved():
+    best = {"groups/num_zero_variance": 8, "reward/mean": 0.98}
+    assert list(find(observe(*[best] * 3, notes=PAIRS, temperature=0.01))) == ["low-temperature"]
+    others = [note(k, given=f"It is {k // 2}.", replies=f"{k} It is {k // 2}.") for k in range(16)]
+    assert find(observe(*[best] * 3, notes=others, temperature=0.01)) == {}, "they called other tools before"
+    assert find(observe(*[best] * 3, notes=PAIRS)) == {}
 
 
 def test_groups_that_are_nearly_all_solved_are_no_finding():
@@ -246,5 +268,12 @@ def test_the_answer_of_a_tool_that_failed_is_read_without_the_tools_name():
         "name": "lookup",
         "content": "Error: lookup failed with ValueError",
     }
-    note = RolloutNote.of({"group": "a", "messages": [{"role": "user", "content": "a"}, failed], "turns": []})
+    calls = [
+        {"id": f"call{k - 1}", "function": {"name": "lookup", "arguments": {"key": word}}}
+        for k, word in enumerate(("bo", "da"))
+    ]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}, failed]
+    note = RolloutNote.of({"group": "a", "messages": messages, "turns": [{"unread_calls": ["<tool_call>{"]}]})
     assert note.tool_answer == "Error: lookup failed with ValueError"
+    assert note.call == 'lookup({"key": "da"})', "the one that failed"
+    assert note.unread_call == "<tool_call>{"

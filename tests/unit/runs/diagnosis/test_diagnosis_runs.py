@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -14,6 +15,7 @@ import pytest
 from support.forks import ForkedPython
 from support.served import save_tiny_model
 from unbroken.cli import main
+from unbroken.demo import new
 from unbroken.runs import process_file
 from unbroken.runs.diagnosis.diary import diagnose_folder
 from unbroken.runs.diagnosis.evidence import read_ending, read_evidence
@@ -78,6 +80,18 @@ def test_the_cause_is_found_in_a_run_with_one_mistake(tmp_path, model, capsys, n
     assert main(["doctor", str(tmp_path / "run")]) == 0
     assert f"docs/troubleshooting.md#{name}" in capsys.readouterr().out
     assert printed.count(f"docs/troubleshooting.md#{name}") == (name != "error"), "errors have a line of their own"
+
+
+def test_equal_rollouts_of_a_low_temperature_are_found_in_the_preflight_and_in_the_run(tmp_path, capsys):
+    new.write_task(tmp_path / "words")
+    short = ["--loop.num-steps=1", "--evaluation.num-problems=0", "--rollouts.problems-per-step=4"]
+    temperature = ["--rollouts.sampling.temperature=0.01", "--rollouts.group-size=4"]
+    main(["train", str(tmp_path / "words" / "task.toml"), *short, *temperature, f"--output={tmp_path / 'run'}"])
+    printed = capsys.readouterr().out
+    for word, number in (("preflight", 2), ("diagnosis", 4)):
+        assert re.search(rf"{word}: all rollouts of a group are identical \(.* of {number} groups\)", printed)
+    assert "and the temperature is 0.01: of equal rollouts nothing can be learned" in printed
+    assert "low-temperature" in names(tmp_path / "run")
 
 
 def test_a_run_that_is_killed_is_known_to_be_dead_and_how_many_steps_it_made(tmp_path, model):
