@@ -277,6 +277,10 @@ def _check_settings(config: RunConfig) -> None:
             "false: the experts of each id are in no file",
         ),
         ("images", config.images, not config.images, "false: processed images are in no file"),
+        (
+            "warm_start.data", config.warm_start and config.warm_start.data, config.warm_start is None,
+            "left out: the supervised rows are in no file of the run",
+        ),
     )  # fmt: skip
     for name, value, is_possible, rule in rules:
         if not is_possible:

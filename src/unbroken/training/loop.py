@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from unbroken.engines.base import Engine
@@ -23,6 +24,7 @@ from unbroken.training.queue import GroupQueue
 from unbroken.training.step import StepRunner
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together, from_all_processes
+from unbroken.training.warm_start import WarmStart
 from unbroken.weights.base import WeightPublisher
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ async def train(
     checkpoints: Checkpoints | None = None,
     engine: Engine | None = None,
     timeline: Timeline | None = None,
+    warm_start: WarmStart | None = None,
 ) -> None:
     """Train for `config.num_steps` steps on the groups of `source`, which samples with the weights last published.
 
@@ -60,6 +63,8 @@ async def train(
     the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
     `timeline` is not closed.
 
+    With `warm_start`, the first of the steps train on its rows alone and sample nothing.
+
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
             something does not go together (`_check_run`).
@@ -75,7 +80,16 @@ async def train(
     outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
     steps = StepRunner(
         trainer=trainer,
-        queue=await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last),
+        queue=await _open_queue(
+            source,
+            trainer,
+            config,
+            outages,
+            timeline,
+            engine=engine,
+            last=last,
+            num_supervised=0 if warm_start is None else warm_start.num_steps,
+        ),
         publisher=publisher,
         outages=outages,
         config=config,
@@ -85,6 +99,7 @@ async def train(
         timeline=timeline,
         notices=await Notices.open(trainer),
         last=last,
+        warm_start=warm_start,
     )
     async with _saving_after_outage(steps):
         await steps.begin(has_engine_version=trainer.policy_version == first_version)
@@ -103,19 +118,22 @@ async def _open_queue(
     *,
     engine: Engine | None,
     last: LastStep | None,
+    num_supervised: int,
 ) -> GroupQueue:
-    """Check that the engine is one of this trainer, and make the queue of groups that were not trained yet."""
+    """Check that the engine is one of this trainer, and make the queue of groups that were not trained yet; the first
+    `num_supervised` steps take none.
+    """
     async with fail_together(trainer):
         if engine is not None:
             check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
         return GroupQueue(
             source=source,
-            config=config,
+            config=replace(config, num_steps=max(config.num_steps - num_supervised, 0)),
             outages=outages,
             has_variance=trainer.has_variance,
             timeline=timeline,
             engine_version=trainer.policy_version,
-            num_made=0 if last is None else last.num_steps,
+            num_made=0 if last is None else max(last.num_steps - num_supervised, 0),
             state=None if last is None else last.groups,
         )
 

@@ -238,7 +238,7 @@ class GroupQueue:
             counts=counts + _GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
             waited_s=waited_s,
             since_last_s=since_last_s,
-            state=self._get_state(),
+            state=self.get_state(),
         )
         self.set_next_version(next_version)
         return of_step
@@ -381,7 +381,7 @@ class GroupQueue:
         except Exception as error:
             self.fail(error)
 
-    def _get_state(self) -> Mapping[str, Any]:
+    def get_state(self) -> Mapping[str, Any]:
         """Which groups are trained and what the source has chosen, both of this moment, for the checkpoint."""
         try:
             choices = self.source.choices()
