@@ -50,7 +50,7 @@ def make_conversation_rows(
     last: Turn | None = None
     for place in places:
         earlier, message = messages[:place], messages[place]
-        completion_ids, parsed = _find_completion(earlier, message, place, tools=tools, renderer=renderer)
+        completion_ids, parsed = _find_completion(messages, place, tools=tools, renderer=renderer)
         prompt = _build_prompt(prompts, last, earlier, tools)
         last = _add_turn(tree, prompt, completion_ids, message, parsed)
     return export_samples(tree, 0.0)
@@ -88,14 +88,10 @@ def _decode_arguments(message: Message) -> Message:
 
 
 def _find_completion(
-    earlier: Sequence[Message],
-    message: Message,
-    place: int,
-    *,
-    tools: Sequence[ToolSchema],
-    renderer: Renderer,
+    messages: Sequence[Message], place: int, *, tools: Sequence[ToolSchema], renderer: Renderer
 ) -> tuple[TokenIds, ParsedResponse]:
-    """What the model would have written as this message after the earlier ones, and how it is read."""
+    """What the model would have written as this message after those before it, and how it is read."""
+    earlier, message = list(messages[:place]), messages[place]
     prompt = renderer.render(earlier, tools=tools)
     if prompt.images:
         raise MessagesError("messages must be without images, which supervised rows do not have")
@@ -106,9 +102,15 @@ def _find_completion(
             "been given: the template opens the turn in another way, such as with reasoning that the message does not "
             "have, or its first characters and those before it are one id"
         )
+    stops = renderer.get_stop_token_ids()
+    if not np.isin(whole[len(prompt_ids) :], stops).any():
+        # GLM's template writes no end: a turn ends with the header of what follows, which is sampled.
+        follower: Message = messages[place + 1] if place + 1 < len(messages) else {"role": "user", "content": "Go on."}
+        followed = renderer.render_ids([*earlier, message, follower], tools=tools)
+        if np.array_equal(followed[: len(whole)], whole):
+            whole = followed[: len(whole) + 1]
     written = whole[len(prompt_ids) :]
-    ends = np.flatnonzero(np.isin(written, renderer.get_stop_token_ids()))
-    if len(ends) == 0:
+    if len(ends := np.flatnonzero(np.isin(written, stops))) == 0:
         raise MessagesError(f"messages[{place}] as the chat template writes it has no id that sampling would stop at")
     completion_ids = written[: ends[0] + 1]
     parsed = renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)
