@@ -1,4 +1,4 @@
-"""Rows of conversations that somebody else had: each assistant turn is trained as if the model had sampled it.
+r"""Rows of conversations that somebody else had: each assistant turn is trained as if the model had sampled it.
 
     user       2 + 2?      <|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n    the prompt
     assistant  4           4<|im_end|>                                                    trained
@@ -123,7 +123,8 @@ def _find_completion(
 
 
 def _find_difference(message: Message, parsed: ParsedResponse) -> str | None:
-    """What of a message is not read back from its ids; white space around texts does not count, as templates trim it."""
+    """What of a message is not read back from its ids; templates trim white space around texts, which is no difference.
+    """
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     read = [(call.name, call.arguments) for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
     if read != calls or parsed.failures:

@@ -145,8 +145,8 @@ class StepRunner:
         self.timeline.count("version, trainer", version=self.trainer.policy_version)
         if self.trainer.policy_version == version:
             self.queue.set_next_version(version)  # nothing was trained; the queue expected one version more
-        elif self._is_supervised(step + 1) and not self.observer.needs_engine(step + 1):
-            pass  # nothing is sampled before the last of these steps, whose weights are published
+        elif self._samples_nothing(step + 1):
+            pass  # the weights of the last supervised step are published
         elif self.config.max_staleness == 0:
             # If the engine is gone, this waits until it is back and has taken the weights; if `train` was given no
             # engine to wait for, the run ends at once.
@@ -163,6 +163,10 @@ class StepRunner:
     def _is_supervised(self, step: int) -> bool:
         """Whether the step trains on supervised rows alone."""
         return self.warm_start is not None and step < min(self.warm_start.num_steps, self.config.num_steps)
+
+    def _samples_nothing(self, num_steps: int) -> bool:
+        """Whether nothing is sampled with the weights after so many steps, because another supervised one follows."""
+        return self._is_supervised(num_steps) and not self.observer.needs_engine(num_steps)
 
     async def _supervise(self, step: int) -> Mapping[str, Any]:
         """Make a step of the warm start, for which nothing is sampled; returns which groups are trained, for the
@@ -301,7 +305,7 @@ class StepRunner:
                 await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
         self.log.end_checkpoint(time.perf_counter() - started)
 
-    async def _publish(self) -> None:
+    async def _publish(self, *, is_part_of_step: bool = True) -> None:
         """Publish the weights as they are, while nothing is sampled.
 
         Raises:
@@ -311,7 +315,9 @@ class StepRunner:
         with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
             update = await self.outages.publish()
         self._note_published(version)
-        self.log.end_publication(update, lost_s=self.outages.take_metrics()["seconds/outages"])
+        lost_s = self.outages.take_metrics()["seconds/outages"]
+        if is_part_of_step:
+            self.log.end_publication(update, lost_s=lost_s)
 
     async def _begin_publication(self) -> None:
         """Copy the weights, and publish the copy beside the next step; the publication before it has ended by then."""
@@ -404,7 +410,7 @@ class StepRunner:
         """
         if self.last is not None:
             if not has_engine_version:
-                await self._publish()
+                await self._publish(is_part_of_step=not self._samples_nothing(self.num_made))
             await self.outages.repeat(self.observer.on_resume)
             await self._end(self.num_made - 1, self.log.end_step_of_another())
         self.log.restart()

@@ -1,4 +1,4 @@
-"""Rows of conversations: each trained id has the context that sampling would have had, or the conversation is refused."""
+"""Rows of conversations: each trained id has the context that sampling would have had, or they are refused."""
 
 from __future__ import annotations
 
