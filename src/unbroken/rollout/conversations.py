@@ -21,7 +21,15 @@ import numpy as np
 from unbroken.errors import MessagesError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.tree import TokenTree
-from unbroken.messages import Message, ToolSchema, check_conversation, check_tools, get_reasoning, get_text
+from unbroken.messages import (
+    FunctionCall,
+    Message,
+    ToolSchema,
+    check_conversation,
+    check_tools,
+    get_reasoning,
+    get_text,
+)
 from unbroken.rendering.base import ParsedResponse, Renderer, ToolCallStatus
 from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given
 from unbroken.rollout.trajectory import Turn
@@ -57,34 +65,41 @@ def make_conversation_rows(
 
 
 def _find_turns(messages: Sequence[Message]) -> list[int]:
-    """The places of the assistant turns, of which each must answer something."""
+    """The places of the assistant turns, each of which is one that a model could have sampled."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
         raise MessagesError("messages must have an assistant turn, got none: there would be nothing to train")
     for place in places:
-        message: Mapping[str, Any] = messages[place]
-        if place == 0 or messages[place - 1]["role"] == "assistant":
+        if place == 0 or place - 1 in places:
+            before = "follows another assistant turn" if place else "is the first message"
             raise MessagesError(
-                f"messages[{place}] must answer another message, and it {'is the first' if place == 0 else 'follows'} "
-                f"{'message' if place == 0 else 'another assistant turn'}: what the model says at once is one turn"
+                f"messages[{place}] must answer another message, and it {before}: what the model says at once is one "
+                "turn"
             )
-        if not (get_text(message.get("content")).strip() or message.get("tool_calls") or get_reasoning(message)):
-            raise MessagesError(f"messages[{place}] is an assistant turn without content, reasoning and tool calls")
-        if found := [key for key in _NEVER_TRAINED if message.get(key) is not None]:
-            raise MessagesError(f"messages[{place}] must be without {found[0]!r}: every assistant turn is trained")
+        _check_turn(messages[place], f"messages[{place}]")
     return places
+
+
+def _check_turn(message: Mapping[str, Any], place: str) -> None:
+    """Raise `MessagesError` for a turn without anything, or one that was marked as not to be trained."""
+    if not (get_text(message.get("content")).strip() or message.get("tool_calls") or get_reasoning(message)):
+        raise MessagesError(f"{place} is an assistant turn without content, reasoning and tool calls")
+    if found := [key for key in _NEVER_TRAINED if message.get(key) is not None]:
+        raise MessagesError(f"{place} must be without {found[0]!r}: every assistant turn is trained")
 
 
 def _decode_arguments(message: Message) -> Message:
     """The turn with the arguments of its calls as objects, as a sampled one has them."""
-    calls: list[Any] = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"].get("arguments", {})
-        decoded = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append({**call, "function": {**call["function"], "arguments": decoded}})
-    decoded: Any = {**message, "content": message.get("content") or "", **({"tool_calls": calls} if calls else {})}
-    found: Message = decoded
-    return found
+    found: Any = {**message, "content": message.get("content") or ""}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [{**call, "function": _decode_function(call["function"])} for call in calls]
+    decoded: Message = found
+    return decoded
+
+
+def _decode_function(function: FunctionCall) -> Mapping[str, Any]:
+    arguments = function.get("arguments", {})
+    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
 
 
 def _find_completion(
@@ -123,12 +138,13 @@ def _find_completion(
 
 
 def _find_difference(message: Message, parsed: ParsedResponse) -> str | None:
-    """What of a message is not read back from its ids; templates trim white space around texts, which is no difference.
-    """
+    """What of a message is not read back from its ids, but for white space around texts, which templates trim."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     read = [(call.name, call.arguments) for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
     if read != calls or parsed.failures:
-        return f"tool calls are {calls}, and read back {read}: the template does not write calls so that they are read"
+        return (
+            f"tool calls are {calls!r:.200}, and read back {read!r:.200}: the template writes no calls that can be read"
+        )
     texts = {
         "content": (get_text(message["content"]), parsed.content),
         "reasoning": (get_reasoning(message) or "", parsed.reasoning),

@@ -121,8 +121,7 @@ async def run(
     if config.export.push_to_hub is not None and accelerator.is_main_process:
         # The others do not wait: an upload may take longer than they would.
         message = f"{num_steps} steps of training"
-        address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
-        print(f"model at {address}")
+        print(f"model at {await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)}")
     return opened, rollouts
 
 

@@ -61,9 +61,7 @@ async def train(
 
     `engine` is what `source` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
     the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
-    `timeline` is not closed.
-
-    With `warm_start`, the first of the steps train on its rows alone and sample nothing.
+    `timeline` is not closed. With `warm_start`, the first of the steps train on its rows alone and sample nothing.
 
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
@@ -81,14 +79,7 @@ async def train(
     steps = StepRunner(
         trainer=trainer,
         queue=await _open_queue(
-            source,
-            trainer,
-            config,
-            outages,
-            timeline,
-            engine=engine,
-            last=last,
-            num_supervised=0 if warm_start is None else warm_start.num_steps,
+            source, trainer, config, outages, timeline, engine=engine, last=last, warm_start=warm_start
         ),
         publisher=publisher,
         outages=outages,
@@ -118,11 +109,12 @@ async def _open_queue(
     *,
     engine: Engine | None,
     last: LastStep | None,
-    num_supervised: int,
+    warm_start: WarmStart | None,
 ) -> GroupQueue:
-    """Check that the engine is one of this trainer, and make the queue of groups that were not trained yet; the first
-    `num_supervised` steps take none.
+    """Check that the engine is one of this trainer, and make the queue of groups that were not trained yet; the steps
+    of a warm start take none.
     """
+    num_supervised = 0 if warm_start is None else warm_start.num_steps
     async with fail_together(trainer):
         if engine is not None:
             check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)

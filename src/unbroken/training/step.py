@@ -125,17 +125,7 @@ class StepRunner:
                                         there
         """
         version = self.trainer.policy_version
-        if self._is_supervised(step):
-            state = await self._supervise(step)
-        else:
-            with record_function("rollouts"):
-                groups = await self._take_groups(step)
-            state = groups.state
-            self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
-            await self._check_some_succeeded(groups)
-            with record_function("train"):
-                # The update adds one to the version, if there is anything to train on. No name keeps the rows.
-                await self._update(groups, await self._make_units(groups))
+        state = await (self._supervise(step) if self._is_supervised(step) else self._train_on_rollouts(step))
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
         # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
         # version ever stands for two weights.
@@ -159,6 +149,17 @@ class StepRunner:
         if self.observer.needs_engine(step + 1):
             await self._end_publication()  # an evaluation after this step samples with its weights
         await self._end(step, self.log.end_step())
+
+    async def _train_on_rollouts(self, step: int) -> Mapping[str, Any]:
+        """Sample the groups of a step, and update the weights; returns which groups are trained, for the checkpoint."""
+        with record_function("rollouts"):
+            groups = await self._take_groups(step)
+        self.timeline.begin(Track.TRAINER, f"step {step}", version=self.trainer.policy_version)
+        await self._check_some_succeeded(groups)
+        with record_function("train"):
+            # The update adds one to the version, if there is anything to train on. No name keeps the rows beyond it.
+            await self._update(groups, await self._make_units(groups))
+        return groups.state
 
     def _is_supervised(self, step: int) -> bool:
         """Whether the step trains on supervised rows alone."""
@@ -277,7 +278,7 @@ class StepRunner:
                 scored = await asyncio.to_thread(compare_zero_variance, trainer, made.untrained, num_scored=num_scored)
             beside: dict[str, Any] = {}
             if self.warm_start is not None and self.warm_start.weight > 0:
-                beside = {"supervised": self.warm_start.take(groups.step), "supervised_weight": self.warm_start.weight}
+                beside = {"supervised": self.warm_start.take(groups.step), "weight": self.warm_start.weight}
             with self.timeline.span("train", units=num_trained):
                 trained = step_metrics(await asyncio.to_thread(trainer.step, made.units, **beside))
             trained = {**trained, **scored.get_metrics(trained)}

@@ -135,15 +135,11 @@ class Trainer:
         return self.objective.can_lack_variance(self._config)
 
     def step(
-        self,
-        units: Sequence[Any],
-        *,
-        supervised: Sequence[TrainingSample] | None = None,
-        supervised_weight: float = 1.0,
+        self, units: Sequence[Any], *, supervised: Sequence[TrainingSample] | None = None, weight: float = 1.0
     ) -> StepStats:
         """Train on each unit `num_iterations` times, in up to `num_minibatches` updates each, and raise the policy
         version by one. The `supervised` rows are spread over the updates in the same way, and the mean of their losses
-        is added to that of each with this weight (`Supervised`); with None no process has any.
+        is added to that of each with this `weight` (`Supervised`); with None no process has any.
 
         Units are the objective's: rows with advantages (a `TrajectoryRows`, or one row by itself), or preference pairs.
         Blocks: call it in a thread from async code. Errors number the rows of all units.
@@ -163,7 +159,7 @@ class Trainer:
                 self._check_supervised(supervised)
             self.backend.measure()
             minibatches = self._make_minibatches(units, supervised)
-            num_before, beside = self.backend.num_updates, Supervised(weight=supervised_weight)
+            num_before, beside = self.backend.num_updates, Supervised(weight=weight)
             updates = [
                 self._update(minibatch, beside, has_new_weights=self.backend.num_updates > num_before)
                 for minibatch in minibatches

@@ -87,7 +87,7 @@ def test_beside_rollouts_the_weighted_mean_is_added_at_temperature_1(supervised,
     rollouts = [replace(each, temperature=temperature) for each in random_rows(np.random.default_rng(3), 4)]
     alone, both, model = trainer_of(), trainer_of(), tiny_qwen3()
     own = alone.step(rollouts)
-    stats = both.step(rollouts, supervised=supervised, supervised_weight=0.3)
+    stats = both.step(rollouts, supervised=supervised, weight=0.3)
     loss = mean_nll(model, supervised)
     expected = gradient_of(0.3 * loss, model)
     before = dict(tiny_qwen3().requires_grad_(False).named_parameters())
@@ -104,7 +104,7 @@ def test_beside_rollouts_the_weighted_mean_is_added_at_temperature_1(supervised,
 def test_each_update_of_a_step_has_its_part_of_the_rows(supervised):
     rollouts = random_rows(np.random.default_rng(3), 6)
     trainer = trainer_of(num_minibatches=2, num_iterations=2)
-    stats = trainer.step(rollouts, supervised=supervised, supervised_weight=0.3)
+    stats = trainer.step(rollouts, supervised=supervised, weight=0.3)
     assert (stats.num_updates, stats.supervised.num_rows) == (4, 10)
 
 
