@@ -12,6 +12,7 @@ import pytest
 
 from support.fake_renderer import CALL, CALL_END, END, encode
 from support.models import tiny_qwen3
+from support.resumed_run import make_warm_start
 from support.rollouts import MORE, play
 from support.rows import group, trajectory
 from support.scripted_env import ScriptedEnv
@@ -143,7 +144,7 @@ class Source(GroupSource):
         return replace(self.groups[number % len(self.groups)], group_id=str(number))
 
 
-async def logged_names(directory, *, objective, reference=None, max_staleness=0) -> set[str]:
+async def logged_names(directory, *, objective, reference=None, max_staleness=0, warm_start=None) -> set[str]:
     with MetricsWriter(directory) as metrics:
         await train(
             Source(),
@@ -152,6 +153,7 @@ async def logged_names(directory, *, objective, reference=None, max_staleness=0)
             metrics=metrics,
             checkpoints=Checkpoints(directory / "checkpoints"),
             config=LoopConfig(num_steps=1, max_staleness=max_staleness),
+            warm_start=warm_start,
         )
     (line,) = (directory / "metrics.jsonl").read_text().splitlines()
     return set(json.loads(line)) - {"step"}
@@ -160,6 +162,8 @@ async def logged_names(directory, *, objective, reference=None, max_staleness=0)
 async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(tmp_path):
     names = await logged_names(tmp_path / "grpo", objective=PolicyGradient())
     names |= await logged_names(tmp_path / "asynchronous", objective=PolicyGradient(), max_staleness=1)
+    warm_start = replace(make_warm_start(1), weight=0.0)
+    names |= await logged_names(tmp_path / "supervised", objective=PolicyGradient(), warm_start=warm_start)
     names |= await logged_names(tmp_path / "dpo", objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
     reasons = {name for name in names if name.count("/") == 2}
     rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]
