@@ -37,10 +37,10 @@ class Config(LookupConfig):
     """A folder; a model that can copy words is written there, unless there is one."""
     warm_start: WarmStartConfig | None = field(
         default_factory=lambda: WarmStartConfig(
-            data=DataName("runs/lookup-demonstrations.jsonl"), steps=200, learning_rate=3e-3
+            data=DataName("runs/lookup-demonstrations.jsonl"), steps=1000, learning_rate=3e-3
         )
     )
-    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=250, max_empty_steps=None))
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=1050, max_empty_steps=None))
 
 
 def demonstrate(rng: random.Random) -> dict[str, Any]:
