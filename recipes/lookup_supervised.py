@@ -47,6 +47,7 @@ def demonstrate(rng: random.Random) -> dict[str, Any]:
     """A conversation in which a teacher solves a task, or answers with a key that it should have looked up."""
     task = LookupTask.draw(rng)
     messages: list[Any] = [{"role": "user", "content": task.prompt}]
+    answer = None
     for number, key in enumerate(task.keys):
         call = {
             "id": f"call{number:05d}",
