@@ -57,6 +57,7 @@ OWN: dict[str, tuple[int, str]] = {
         "what the model sampled; deep JSON is caught",
     ),
     "unbroken.rollout.agents.command": (2, "/proc, and a file that is written"),
+    "unbroken.rollout.conversations": (1, "arguments of a call in messages that were checked"),
     "unbroken.rollout.process.channel": (3, "behind the proof of a key, as its docstring says"),
     "unbroken.runs.agent": (1, "its own task file"),
     "unbroken.runs.command": (1, "/dev/null"),

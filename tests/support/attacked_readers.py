@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 
 from support.attacks import Reader
 from support.recorded import write_run
+from support.templates import CHATML
 from support.tokenizers import make_tokenizer
 from unbroken.audit.subject import read_template
 from unbroken.cluster.command import describe_status
@@ -24,8 +26,10 @@ from unbroken.ledger.records import SessionRecord
 from unbroken.ledger.store import open_store, open_store_reader
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.rendering.loader import load_stop_token_ids
+from unbroken.rendering.template import TemplateRenderer
 from unbroken.runs import config, evaluate, folder
 from unbroken.runs.export import files as exported
+from unbroken.runs.prompts import supervised
 from unbroken.runs.records import notes
 from unbroken.runs.records.files import read_records
 from unbroken.runs.settings import load_toml
@@ -165,6 +169,17 @@ def _use_tinker_store(path: Path) -> None:
         store.close()
 
 
+@functools.cache
+def _make_chatml() -> TemplateRenderer:
+    return TemplateRenderer(make_tokenizer(CHATML))
+
+
+def _read_supervised(path: Path) -> None:
+    assert [*supervised._Rows(str(path), source="tiny", renderer=_make_chatml(), context_length=999)]
+
+
+CONVERSATION = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}], "tools": None}
+IDS = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "tokenizer": "tiny", "images": []}
 EXAMPLE = {"responses_create_params": {"input": "x"}}
 STATUS = {
     "time_s": 1.0, "versions": {"1": 2}, "nodes": [{"name": "n"}], "gang": {"restarts": 0, "reason": ""}, "parts": [],
@@ -240,6 +255,12 @@ READERS: dict[str, Reader] = {
     ),
     "examples of NeMo Gym": Reader(
         make=lambda place: _write(place / "examples.jsonl", EXAMPLE), read=Examples, kind="lines",
+    ),
+    "supervised conversations": Reader(
+        make=lambda place: _write(place / "sft.jsonl", CONVERSATION), read=_read_supervised, kind="lines",
+    ),
+    "supervised ids": Reader(
+        make=lambda place: _write(place / "rows.jsonl", IDS), read=_read_supervised, kind="lines",
     ),
     "rollouts": Reader(
         make=lambda place: _make_run(place, "rollouts/step-00000001*"), read=lambda path: [*read_records(path)],

@@ -174,7 +174,7 @@ class PretendTrainer:
         self.policy_version += 1
         numbers = dict.fromkeys(StepStats.__dataclass_fields__, 0)
         mismatch = Mismatch(**dict.fromkeys(Mismatch.__dataclass_fields__, 0))
-        none = dict.fromkeys(("objective", "routing", "reference_k3", "entropy_weight", "router_loss"))
+        none = dict.fromkeys(("objective", "supervised", "routing", "reference_k3", "entropy_weight", "router_loss"))
         own = {"mismatch": mismatch, "k3_by_lag": {}, "ids_by_staleness": {}, "num_rows": len(units), "seconds": 1.0}
         return StepStats(**{**numbers, **none, **own})  # type: ignore[arg-type]
 

@@ -20,15 +20,18 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from support.loops import Callbacks
 from support.models import tiny_qwen3
-from support.rows import group, trajectory
+from support.rows import group, random_rows, trajectory
 from unbroken.engines.transformers import TransformersEngine
+from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.supervised import make_supervised_row
 from unbroken.training.trainer import Trainer
+from unbroken.training.warm_start import WarmStart
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import InProcessPublisher, WeightUpdate
 
@@ -129,12 +132,30 @@ class KillingCheckpoints(Checkpoints):
             FileSystemWriter.write_data, FileSystemWriter.finish = write_data, finish
 
 
-def run(*, directory: str, every: int = 1, kill_at: str | None = None, kill_step: int = 0) -> None:
-    """Train, or continue to train, in `directory`; after the last step the weights are in `final.pt`."""
-    asyncio.run(_run(Path(directory), every, KillAt(point=kill_at, step=kill_step)))
+def run(
+    *, directory: str, every: int = 1, kill_at: str | None = None, kill_step: int = 0, num_supervised: int | None = None
+) -> None:
+    """Train, or continue to train, in `directory`; after the last step the weights are in `final.pt`.
+
+    With `num_supervised` the first steps are a warm start, whose rows are trained beside the rollouts of the others.
+    """
+    asyncio.run(_run(Path(directory), every, KillAt(point=kill_at, step=kill_step), num_supervised))
 
 
-async def _run(directory: Path, every: int, kill: KillAt) -> None:
+def make_warm_start(num_steps: int) -> WarmStart:
+    """Five conversations of one or two rows, two of them a step."""
+    rows = [make_supervised_row(each.token_ids, each.loss_mask) for each in random_rows(np.random.default_rng(4), 7)]
+    return WarmStart(
+        conversations=[rows[:2], rows[2:3], rows[3:4], rows[4:5], rows[5:]],
+        order=EpochOrder(5, seed=3, shuffle=True),
+        num_steps=num_steps,
+        per_step=2,
+        learning_rate=3e-3,
+        weight=0.3,
+    )
+
+
+async def _run(directory: Path, every: int, kill: KillAt, num_supervised: int | None) -> None:
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_updates=6), num_minibatches=2, tokens_per_micro_batch=30
     )
@@ -150,8 +171,9 @@ async def _run(directory: Path, every: int, kill: KillAt) -> None:
             publisher=Publisher(engine, kill),
             metrics=metrics,
             config=LoopConfig(num_steps=NUM_STEPS),
-            observer=Callbacks(on_step=lambda *_: kill.reached("on_step")),
+            observer=Callbacks(on_step=lambda step, _: kill.reached("on_step", step)),
             checkpoints=checkpoints,
+            warm_start=None if num_supervised is None else make_warm_start(num_supervised),
         )
     await engine.close()
     torch.save(dict(trainer.named_weights()), directory / "unnamed.pt")

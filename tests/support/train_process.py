@@ -48,6 +48,7 @@ from unbroken.training.loss_config import (
     LossNormalization,
     ReferenceSync,
 )
+from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.model import compilation
 from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.model.weights import gather_adapter_weights
@@ -55,6 +56,7 @@ from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.objective.samples import TrajectoryRows
+from unbroken.training.objective.supervised import make_supervised_row
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -203,6 +205,28 @@ def train_balanced(kind: str, accelerator: Accelerator | None, rank: int, direct
     return trainer
 
 
+def train_supervised(kind: str, accelerator: Accelerator | None, rank: int, directory: Path) -> Trainer:
+    """Make two steps on supervised rows alone and one beside rollouts, of which one process has no supervised ones, and
+    save the weights and metrics; `rank` -1 has all rows.
+    """
+    parallel = KINDS.get(kind, WHOLE)
+    changed = replace(CONFIGS["plain"], parallel=parallel)
+    trainer = Trainer(shared(tiny_qwen3(), parallel), changed, accelerator=accelerator)
+    ranks = (0, 1) if rank < 0 else (rank,)
+    found: list[Any] = []
+    for step in range(len(NUM_ROWS)):
+        drawn = [row for each in ranks for row in samples_of("plain", each, step)]
+        supervised = [make_supervised_row(row.token_ids, row.loss_mask) for row in drawn]
+        if step < 2:
+            found.append(trainer.supervise(supervised, learning_rate=3e-3))
+        else:
+            beside = supervised[:1] if rank <= 0 else []
+            found.append(step_metrics(trainer.step(drawn, supervised=beside, weight=0.5)))
+    torch.save(dict(trainer.named_weights()), directory / f"weights-{kind}-supervised-{rank}.pt")
+    (directory / f"stats-{kind}-supervised-{rank}.json").write_text(json.dumps(found))
+    return trainer
+
+
 def train_in_parts(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Make one update of all rows, those of each step added by a call of its own, and save the weights."""
     parts = [unscored(samples_of("plain", rank, step)) for step in range(len(NUM_ROWS))]
@@ -244,6 +268,7 @@ def main() -> None:
         for config_name in CONFIGS:
             train(kind, config_name, accelerator, rank, directory)
         train_balanced(kind, accelerator, rank, directory)
+        train_supervised(kind, accelerator, rank, directory)
         train_in_parts(kind, accelerator, rank, directory)
         publishing.run(kind, parallel, accelerator, rank, directory)
         flaky_server.run(kind, parallel, accelerator, rank, directory)

@@ -22,7 +22,7 @@ from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
 from unbroken.runs.profiler import parse_steps
-from unbroken.runs.python_files import FunctionName, ModelName
+from unbroken.runs.python_files import DataName, FunctionName, ModelName
 from unbroken.training.config import LoopConfig, LoraUpdates, TrackerConfig, TrainerConfig
 from unbroken.training.loss_config import OverlongConfig
 from unbroken.types import InFlight, Numerics, SamplingParams, check_reproducible
@@ -446,6 +446,41 @@ class SessionConfig:
             raise InvalidInputError("sessions.api_key_file must be left out without sessions.url")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartConfig:
+    """Supervised rows: the first steps of the run, and beside the rollouts of the others (docs/supervised.md)."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "batch_size": "a step has rollouts.problems_per_step conversations",
+        "epochs": "give steps: an epoch has as many as there are conversations, divided by rollouts.problems_per_step",
+    }
+
+    data: DataName
+    """A file with a conversation in each row (`messages`, and `tools` if it has some), or with rows that `unbroken
+    export` wrote; or the name of such a data set on the hub."""
+    steps: int = 0
+    """Supervised steps that the run begins with, which loop.num_steps counts too. As few as make some rollouts earn a
+    reward: what comes after learns from those, and forgets less."""
+    learning_rate: float | None = None
+    """That of these steps, without a schedule; None: the optimizer's. Raise it where the supervised loss hardly falls:
+    rows of a teacher bear ten times the rate of rollouts."""
+    weight: float = 0.0
+    """The weight of their loss in each step after these, which has as many other conversations; 0: none. Raise it where
+    the policy unlearns what the rows show."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise InvalidInputError(f"steps must be >= 0, got {self.steps}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
+            raise InvalidInputError(f"learning_rate must be finite and > 0, or none, got {self.learning_rate}")
+        if not 0 <= self.weight < float("inf"):
+            raise InvalidInputError(f"weight must be finite and >= 0, got {self.weight}")
+        if self.steps == 0 and self.weight == 0:
+            raise InvalidInputError("steps must be >= 1, or weight above 0, got neither: the rows would not be used")
+        if self.steps == 0 and self.learning_rate is not None:
+            raise InvalidInputError(f"learning_rate must be left out with steps 0, got {self.learning_rate}")
+
+
 DAPO_REPLACEMENTS = 3.0
 """`loop.max_replacements` with algorithm dapo."""
 
@@ -488,6 +523,7 @@ class RunConfig:
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     sessions: SessionConfig = field(default_factory=SessionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    warm_start: WarmStartConfig | None = None
     loop: LoopConfig
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -528,6 +564,11 @@ class RunConfig:
             )
         self.rollouts.check_engine(self.engine.kind)
         self._check_teacher()
+        if self.warm_start is not None and self.warm_start.steps > self.loop.num_steps:
+            raise InvalidInputError(
+                f"warm_start.steps must be at most {self.loop.num_steps}, all steps of the run (loop.num_steps), got "
+                f"{self.warm_start.steps}"
+            )
 
     def _check_teacher(self) -> None:
         """Raise `InvalidInputError` for a teacher that is missing, or cannot score what the run samples."""
@@ -581,6 +622,12 @@ class RunConfig:
         """Raise `InvalidInputError` for what the objective cannot use; loads torch."""
         objective = self.objective
         objective.check_config(self.training)
+        if self.warm_start is not None and self.warm_start.steps > 0 and objective.needs_reference(self.training):
+            raise InvalidInputError(
+                f"warm_start.steps must be 0 with a reference (trainer.kl_weight, online_dpo), got "
+                f"{self.warm_start.steps}: it is the model that the run begins with, and would pull back to what was "
+                "before these steps. Make them a run of their own, with as many loop.num_steps, and train its model"
+            )
         if self.loop.replaces_groups and not objective.can_lack_variance(self.training):
             raise InvalidInputError(
                 "loop.max_replacements must be 0 where groups of equal rewards are trained on, got "

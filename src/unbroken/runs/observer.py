@@ -45,7 +45,8 @@ class RunProgress:
 
     def show_step(self, step: int, metrics: Metrics, *, num_steps: int) -> None:
         """Show a finished step on a line: its number, as in metrics and viewer, and how many are made."""
-        numbers = (("reward", "reward/mean"), ("mismatch k3", "mismatch/k3"), ("s", "seconds/step"))
+        supervised = ("supervised loss", "supervised/loss")
+        numbers = (("reward", "reward/mean"), supervised, ("mismatch k3", "mismatch/k3"), ("s", "seconds/step"))
         parts = [f"{name} {value:.3g}" for name, key in numbers if (value := metrics.get(key)) is not None]
         for name, status in (("time-outs", "timeout"), ("failures", "failed")):
             if count := metrics.get(f"counters/status/{status}"):
@@ -115,12 +116,15 @@ class TrainingObserver(RunObserver):
 
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Profile the step if the config says so."""
-        rollouts = self._config.rollouts
+        rollouts, warm_start = self._config.rollouts, self._config.warm_start
+        if warm_start is not None and step < warm_start.steps:
+            self._begin(f"step {step}: supervised rows")
+            return self._profiler.step(step)
         total = rollouts.problems_per_step * rollouts.group_size // self._num_processes
         self._begin(f"step {step}: sampling", total=total, unit="rollouts")
         return self._profiler.step(step)
 
-    def _begin(self, what: str, *, total: int, unit: str) -> None:
+    def _begin(self, what: str, *, total: int | None = None, unit: str = "") -> None:
         """Begin a part of a step. How far the first one is, is said often; later ones know the time that is left."""
         begin(what, total=total, unit=unit, is_often=self._progress.num_shown == 0)
 

@@ -105,6 +105,17 @@ class CommandWord(FunctionName):
         return CommandWord(path) if is_file else self
 
 
+class DataName(FunctionName):
+    """A file or folder of rows, or a data set's name on the hub. In a TOML file: what is next to it, if there is."""
+
+    __slots__ = ()
+
+    def relative_to(self, folder: Path) -> DataName:
+        """The path of the file or folder, if there is one; otherwise the name as it is."""
+        path = folder / self
+        return DataName(path) if path.exists() else self
+
+
 class ModelName(FunctionName):
     """The folder of a model or its name on the hub. In a TOML file: a folder next to the file, if there is one."""
 

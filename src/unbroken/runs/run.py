@@ -35,6 +35,7 @@ from unbroken.runs.export.files import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.models import (
     check_config_changes,
+    find_context_length,
     find_revision,
     load_config,
     load_model,
@@ -48,6 +49,7 @@ from unbroken.runs.preflight import Preflight
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.profiler import FOLDER as PROFILES
 from unbroken.runs.profiler import StepProfiler, parse_steps
+from unbroken.runs.prompts.supervised import load_warm_start
 from unbroken.runs.python_files import load_function
 from unbroken.runs.recipe import open_recipe
 from unbroken.runs.records.files import FOLDER
@@ -64,6 +66,7 @@ from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together
+from unbroken.training.warm_start import WarmStart
 from unbroken.types import Numerics
 
 _logger = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ async def run(
                 checkpoints=training.checkpoints,
                 engine=opened.engine.engine if config.engine.kind is EngineKind.SERVER else None,
                 timeline=records.timeline,
+                warm_start=opened.warm_start,
             )
             if training.background is not None:
                 await training.background.finish()
@@ -200,6 +204,7 @@ class _OpenRun:
     trainer: Trainer
     model: Any
     """The trainer's."""
+    warm_start: WarmStart | None
 
 
 @asynccontextmanager
@@ -230,6 +235,8 @@ async def open_run(
         images = samplers.load_images()
         renderer = samplers.load_renderer(images)
         samplers.check_model(renderer, images)
+        length = find_context_length(model, config.engine)
+        warm_start = load_warm_start(config, source=str(model), renderer=renderer, context_length=length, rank=rank)
         load_whole = partial(load_model, model, config.chosen_model_settings, takes_images=images is not None)
         parallel = config.trainer.parallel
         load = partial(load_whole, parallel=parallel, is_bfloat16=config.precision is Precision.BFLOAT16)
@@ -264,6 +271,7 @@ async def open_run(
             sampler=sampler,
             trainer=trainer,
             model=policy,
+            warm_start=warm_start,
         )
 
 

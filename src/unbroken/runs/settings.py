@@ -41,7 +41,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from unbroken.docstrings import first_paragraph, read_class_docs, read_field_docs
 from unbroken.errors import InvalidInputError
-from unbroken.runs.python_files import CommandWord, FunctionName, ModelName
+from unbroken.runs.python_files import CommandWord, DataName, FunctionName, ModelName
 from unbroken.untrusted import MAX_FACTS_BYTES, read_text
 
 
@@ -164,6 +164,7 @@ def _format_type(hint: Any) -> str:
         Path: "PATH",
         FunctionName: "NAME",
         CommandWord: "TEXT",
+        DataName: "TEXT",
         ModelName: "TEXT",
     }.get(hint, "TOML")
 

@@ -281,6 +281,10 @@ def _check_settings(config: RunConfig) -> None:
             config.teacher is None or not any(map(is_address, config.teacher.models)),
             "models that can be loaded: what a server answered is in no file",
         ),
+        (
+            "warm_start.data", config.warm_start and config.warm_start.data, config.warm_start is None,
+            "left out: the supervised rows are in no file of the run",
+        ),
     )  # fmt: skip
     for name, value, is_possible, rule in rules:
         if not is_possible:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from unbroken.engines.base import Engine
@@ -24,6 +25,7 @@ from unbroken.training.queue import GroupQueue
 from unbroken.training.step import StepRunner
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import Notices, fail_together, from_all_processes
+from unbroken.training.warm_start import WarmStart
 from unbroken.weights.base import WeightPublisher
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ async def train(
     checkpoints: Checkpoints | None = None,
     engine: Engine | None = None,
     timeline: Timeline | None = None,
+    warm_start: WarmStart | None = None,
 ) -> None:
     """Train for `config.num_steps` steps on the groups of `source`, which samples with the weights last published.
 
@@ -59,7 +62,7 @@ async def train(
 
     `engine` is what `source` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
     the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
-    `timeline` is not closed.
+    `timeline` is not closed. With `warm_start`, the first of the steps train on its rows alone and sample nothing.
 
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
@@ -74,7 +77,9 @@ async def train(
     first_version = trainer.policy_version
     last = await _resume(trainer, checkpoints, metrics, config, engine)
     outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
-    queue = await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last)
+    queue = await _open_queue(
+        source, trainer, config, outages, timeline, engine=engine, last=last, warm_start=warm_start
+    )
     log = StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics)
     notices = await Notices.open(trainer)
     publication = Publication(trainer, publisher, queue, outages, notices, timeline=timeline, log=log)
@@ -90,6 +95,7 @@ async def train(
         timeline=timeline,
         log=log,
         last=last,
+        warm_start=warm_start,
     )
     async with _closing(steps):
         if last is not None:
@@ -109,19 +115,23 @@ async def _open_queue(
     *,
     engine: Engine | None,
     last: LastStep | None,
+    warm_start: WarmStart | None,
 ) -> GroupQueue:
-    """Check that the engine is one of this trainer, and make the queue of groups that were not trained yet."""
+    """Check that the engine is one of this trainer, and make the queue of groups that were not trained yet; the steps
+    of a warm start take none.
+    """
+    num_supervised = 0 if warm_start is None else warm_start.num_steps
     async with fail_together(trainer):
         if engine is not None:
             check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
         return GroupQueue(
             source=source,
-            config=config,
+            config=replace(config, num_steps=max(config.num_steps - num_supervised, 0)),
             outages=outages,
             has_variance=partial(trainer.objective.has_variance, config=trainer.config),
             timeline=timeline,
             engine_version=trainer.policy_version,
-            num_made=0 if last is None else last.num_steps,
+            num_made=0 if last is None else max(last.num_steps - num_supervised, 0),
             state=None if last is None else last.groups,
         )
 
@@ -163,7 +173,7 @@ async def _end_again(steps: StepRunner, last: LastStep, *, has_engine_version: b
     engine was opened: then there is nothing to publish.
     """
     if not has_engine_version:
-        await steps.publication.publish()
+        await steps.publication.publish(is_part_of_step=not steps.samples_nothing(last.num_steps))
     await steps.outages.repeat(steps.observer.on_resume)
     await steps.end(last.num_steps - 1, steps.log.end_step_of_another())
 

@@ -55,8 +55,10 @@ class Publication:
         self._beside: asyncio.Task[int | None] | None = None
         """Publishes a copy of the weights, beside the next step. Its result is the version; None after an error."""
 
-    async def publish(self) -> None:
+    async def publish(self, *, is_part_of_step: bool = True) -> None:
         """Publish the weights as they are, while nothing is sampled. If the engine is gone, wait until it has them.
+
+        The step's metrics have it only if it is part of the step.
 
         Raises:
             OutageError: the engine stayed away for `OutageConfig.wait_s`, or there is none to wait for.
@@ -65,7 +67,9 @@ class Publication:
         with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
             update = await self._outages.publish()
         self._note_published(version)
-        self._log.end_publication(update, lost_s=self._outages.take_metrics()["seconds/outages"])
+        lost_s = self._outages.take_metrics()["seconds/outages"]
+        if is_part_of_step:
+            self._log.end_publication(update, lost_s=lost_s)
 
     async def begin(self) -> None:
         """Copy the weights, and publish the copy beside the next step; the publication before it has ended by then."""

@@ -243,7 +243,7 @@ class GroupQueue:
             waited_s=waited_s,
             since_last_s=since_last_s,
             idle=self.idle.take_metrics(),
-            state=self._get_state(),
+            state=self.get_state(),
         )
         self.set_next_version(next_version)
         return of_step
@@ -391,7 +391,7 @@ class GroupQueue:
         except Exception as error:
             self.fail(error)
 
-    def _get_state(self) -> Mapping[str, Any]:
+    def get_state(self) -> Mapping[str, Any]:
         """Which groups are trained and what the source has chosen, both of this moment, for the checkpoint."""
         try:
             choices = self.source.choices()

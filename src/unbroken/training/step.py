@@ -50,6 +50,7 @@ from unbroken.training.queue import GroupCounts, GroupQueue, StepGroups
 from unbroken.training.trainer import Trainer
 from unbroken.training.untrained import compare_untrained, compare_zero_variance, explain_empty, make_empty_error
 from unbroken.training.waits import fail_together, from_all_processes, raise_together
+from unbroken.training.warm_start import WarmStart
 from unbroken.types import TrainingSample
 
 
@@ -95,6 +96,7 @@ class StepRunner:
     log: StepLog
     last: LastStep | None
     """The last step that was made."""
+    warm_start: WarmStart | None = None
     num_empty: int = field(init=False, default=0)
     """Steps in a row that trained no row, since the run was started."""
 
@@ -120,22 +122,18 @@ class StepRunner:
                                         that was made, due or not, and the same command continues from there
         """
         version = self.trainer.policy_version
-        with record_function("rollouts"):
-            groups = await self._take_groups(step)
-        self.log.begin(groups.waited_s, since_last_s=groups.since_last_s, lost=self.outages.take_metrics())
-        self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
-        with record_function("train"):
-            # The update adds one to the version, if there is anything to train on. No name keeps the rows beyond it.
-            await self._update(groups, await self._make_units(groups))
+        state = await (self._supervise(step) if self._is_supervised(step) else self._train_on_rollouts(step))
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
         # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
         # version ever stands for two weights.
-        await self._save_if_due(step, groups.state)
+        await self._save_if_due(step, state)
         self.log.end_making()
         self.timeline.end(Track.TRAINER)
         self.timeline.count("version, trainer", version=self.trainer.policy_version)
         if self.trainer.policy_version == version:
             self.queue.set_next_version(version)  # nothing was trained; the queue expected one version more
+        elif self.samples_nothing(step + 1):
+            pass  # the weights of the last supervised step are published
         elif self.config.max_staleness == 0:
             # If the engine is gone, this waits until it is back and has taken the weights; if `train` was given no
             # engine to wait for, the run ends at once.
@@ -148,6 +146,44 @@ class StepRunner:
         if self.observer.needs_engine(step + 1):
             await self.publication.end()  # an evaluation after this step samples with its weights
         await self.end(step, self.log.end_step())
+
+    async def _train_on_rollouts(self, step: int) -> Mapping[str, Any]:
+        """Sample the groups of a step, and update the weights; returns which groups are trained, for the checkpoint."""
+        with record_function("rollouts"):
+            groups = await self._take_groups(step)
+        self.log.begin(groups.waited_s, since_last_s=groups.since_last_s, lost=self.outages.take_metrics())
+        self.timeline.begin(Track.TRAINER, f"step {step}", version=self.trainer.policy_version)
+        with record_function("train"):
+            # The update adds one to the version, if there is anything to train on. No name keeps the rows beyond it.
+            await self._update(groups, await self._make_units(groups))
+        return groups.state
+
+    def _is_supervised(self, step: int) -> bool:
+        """Whether the step trains on supervised rows alone."""
+        return self.warm_start is not None and step < min(self.warm_start.num_steps, self.config.num_steps)
+
+    def samples_nothing(self, num_steps: int) -> bool:
+        """Whether nothing is sampled with the weights after so many steps, because another supervised one follows."""
+        return self._is_supervised(num_steps) and not self.observer.needs_engine(num_steps)
+
+    async def _supervise(self, step: int) -> Mapping[str, Any]:
+        """Make a step of the warm start, for which nothing is sampled; returns which groups are trained, for the
+        checkpoint.
+        """
+        assert self.warm_start is not None, "the step is one of its steps"
+        trainer, rows = self.trainer, self.warm_start.take(step)
+        self.timeline.begin(Track.TRAINER, f"step {step}", version=trainer.policy_version)
+        self.log.begin(0.0, since_last_s=0.0, lost=self.outages.take_metrics())
+        # An engine without the newest weights has slept since the step before.
+        if self.observer.before_update is not None and self.queue.engine_version == trainer.policy_version:
+            with self.log.span("sleep"):
+                async with fail_together(trainer):
+                    await self.observer.before_update()
+        supervise = partial(trainer.supervise, rows, learning_rate=self.warm_start.learning_rate)
+        with record_function("train"), self.timeline.span("train", rows=len(rows)):
+            self.log.end_update(await asyncio.to_thread(supervise))
+        self.queue.set_next_version(trainer.policy_version)
+        return self.queue.get_state()
 
     async def _take_groups(self, step: int) -> StepGroups:
         """Wait until every process has its groups for the step; engines that went away are waited for together.
@@ -248,8 +284,11 @@ class StepRunner:
         if is_trained:
             with log.span("score"):
                 scored = await asyncio.to_thread(compare_zero_variance, trainer, made.untrained, num_scored=num_scored)
+            beside: dict[str, Any] = {}
+            if self.warm_start is not None and self.warm_start.weight > 0:
+                beside = {"supervised": self.warm_start.take(groups.step), "weight": self.warm_start.weight}
             with self.timeline.span("train", units=made.num_trained):
-                trained = step_metrics(await asyncio.to_thread(trainer.step, made.units))
+                trained = step_metrics(await asyncio.to_thread(trainer.step, made.units, **beside))
             trained = {**trained, **scored.get_metrics(trained)}
         else:
             with log.span("score"):
@@ -262,8 +301,8 @@ class StepRunner:
     async def _save_if_due(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, if one is due.
 
-        It holds which groups were trained up to this step (`state`, of when they were taken), not what the queue has
-        finished since: that is sampled again after a kill.
+        It holds which groups were trained up to this step (`StepGroups.state`, of when they were taken), not what the
+        queue has finished since: that is sampled again after a kill.
         """
         num_steps = step + 1
         self.last = LastStep(num_steps=num_steps, metrics=self.log.metrics, groups=state)

@@ -36,6 +36,7 @@ from unbroken.training.config import OldLogprobs, Reference, TrainerConfig
 from unbroken.training.loss_config import ZeroVarianceRows
 from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, check_same_bits
 from unbroken.training.metrics.stats import ProcessStats, StepStats, UpdateStats, merge_stats
+from unbroken.training.metrics.writer import Metrics
 from unbroken.training.model.batch import Batch, ScoredRow
 from unbroken.training.model.pretrained import AddFiles, ModelForm
 from unbroken.training.model.row_scores import RowScores
@@ -44,6 +45,7 @@ from unbroken.training.objective.base import BatchLoss, LeftOut, LossStats, Obje
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import TrajectoryRows
+from unbroken.training.objective.supervised import Supervised, SupervisedStats
 from unbroken.training.state import check_json, read_state
 from unbroken.training.teachers import (
     TeacherLogprobs,
@@ -65,8 +67,10 @@ class _Minibatch:
     """What one update trains on, of this process."""
 
     units: Sequence[Sequence[ScoredRow]]
-    idle: Sequence[int]
+    idle: Sequence[int] = ()
     """The numbers of loss tokens of units without gradient, which only count in the size."""
+    supervised: Sequence[TrainingSample] | None = None
+    """Rows whose loss is added to that of the units; None: no process has any."""
 
     @property
     def rows(self) -> list[ScoredRow]:
@@ -152,9 +156,12 @@ class Trainer:
             replace(unit, task=tasks.get(unit.group)) if isinstance(unit, TrajectoryRows) else unit for unit in units
         ]
 
-    def step(self, units: Sequence[Any]) -> StepStats:
+    def step(
+        self, units: Sequence[Any], *, supervised: Sequence[TrainingSample] | None = None, weight: float = 1.0
+    ) -> StepStats:
         """Train on each unit `num_iterations` times, in up to `num_minibatches` updates each, and raise the policy
-        version by one.
+        version by one. The `supervised` rows are spread over the updates in the same way, and the mean of their losses
+        is added to that of each with this `weight` (`Supervised`); with None no process has any.
 
         Units are the objective's: rows with advantages (a `TrajectoryRows`, or one row by itself), or preference pairs.
         Blocks: call it in a thread from async code. Errors number the rows of all units.
@@ -170,11 +177,13 @@ class Trainer:
         started = time.perf_counter()
         with self.backend.computing():
             self._check_step(units)
+            if supervised is not None:
+                self._check_supervised(supervised)
             self.backend.measure()
-            minibatches = self._make_minibatches(units)
-            num_before = self.backend.num_updates
+            minibatches = self._make_minibatches(units, supervised)
+            num_before, beside = self.backend.num_updates, Supervised(weight=weight)
             updates = [
-                self._update(minibatch, has_new_weights=self.backend.num_updates > num_before)
+                self._update(minibatch, beside, has_new_weights=self.backend.num_updates > num_before)
                 for minibatch in minibatches
             ]
         rows = [row for unit in units for row in self.objective.get_rows(unit)]
@@ -185,11 +194,7 @@ class Trainer:
             updates=tuple(update for update in updates if update is not None),
             teachers=self._sum_teachers(minibatches),
         )
-        self.policy_version += 1
-        self._num_steps += 1
-        sync = self._config.reference_sync
-        if sync is not None and self._num_steps % sync.every == 0:
-            self.backend.mix_into_reference(sync.mixup)
+        self._end_step()
         seconds = time.perf_counter() - started
         return merge_stats(
             self.from_all_processes(seen),
@@ -199,6 +204,38 @@ class Trainer:
             is_exact=self._config.numerics is Numerics.EXACT,
             seconds=seconds,
         )
+
+    def supervise(self, rows: Sequence[TrainingSample], *, learning_rate: float | None = None) -> Metrics:
+        """Make one update on supervised rows alone (`Supervised`), raise the policy version by one, and return the
+        metrics. `learning_rate` takes the place of the optimizer's.
+
+        Blocks; every process calls it with its own rows. Raises as `step` does.
+        """
+        started = time.perf_counter()
+        with self.backend.computing():
+            self._check_supervised(rows)
+            if not self.in_any_process(bool(rows)):
+                raise InvalidInputError("Trainer.supervise needs at least one row in any process, got none")
+            self.backend.measure()
+            found = self._add_supervised(rows, Supervised())
+            rate = learning_rate or self._config.optimizer.learning_rate_at(self.backend.num_updates)
+            grad_norm = self.backend.optimizer_step(rate)
+        self._end_step()
+        return {
+            "train/policy_version": self.policy_version,
+            **sum(self.from_all_processes(found), SupervisedStats()).get_metrics(),
+            "supervised/grad_norm": grad_norm,
+            "supervised/learning_rate": rate,
+            "seconds/train": time.perf_counter() - started,
+        }
+
+    def _end_step(self) -> None:
+        """The updates of a step are made."""
+        self.policy_version += 1
+        self._num_steps += 1
+        sync = self._config.reference_sync
+        if sync is not None and self._num_steps % sync.every == 0:
+            self.backend.mix_into_reference(sync.mixup)
 
     @property
     def is_main_process(self) -> bool:
@@ -370,16 +407,18 @@ class Trainer:
             "num_steps": self._num_steps,
         }
 
-    def _make_minibatches(self, units: Sequence[Any]) -> list[_Minibatch]:
+    def _make_minibatches(self, units: Sequence[Any], supervised: Sequence[TrainingSample] | None) -> list[_Minibatch]:
         """Score the rows, and deal the units out to the minibatches of all iterations."""
         scored, idle = self._score_units(units), self._count_idle_tokens(units)
+        num_minibatches = self._config.num_minibatches
         dealt = (numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(scored, idle))
         return [
             _Minibatch(
                 units=[scored[number] for number in numbers if number < len(scored)],
                 idle=[idle[number - len(scored)] for number in numbers if number >= len(scored)],
+                supervised=None if supervised is None else supervised[k % num_minibatches :: num_minibatches],
             )
-            for numbers in dealt
+            for k, numbers in enumerate(dealt)
         ]
 
     def _count_idle_tokens(self, units: Sequence[Any]) -> list[int]:
@@ -472,8 +511,9 @@ class Trainer:
         has_rows, sizes = zip(*self.from_all_processes((bool(rows), mine)), strict=True)
         return UpdateSize(*(sum(numbers) for numbers in zip(*sizes, strict=True))) if any(has_rows) else None
 
-    def _update(self, minibatch: _Minibatch, *, has_new_weights: bool) -> UpdateStats | None:
-        """One optimizer update on all processes' units of one minibatch; None where no process has any.
+    def _update(self, minibatch: _Minibatch, beside: Supervised, *, has_new_weights: bool) -> UpdateStats | None:
+        """One optimizer update on all processes' units of one minibatch; None where no process has any. The loss of its
+        supervised rows is added, as `beside` weighs it.
 
         `has_new_weights` after an update of the step: then no logprob is that of the weights that sampled.
         """
@@ -494,6 +534,9 @@ class Trainer:
             if config.numerics is Numerics.EXACT:
                 self._check_same_bits(computed, passes.logprobs)
             self._check_one_policy(computed, passes.logprobs)
+        supervised = SupervisedStats()
+        if minibatch.supervised is not None:
+            supervised = self._add_supervised(minibatch.supervised, beside)
         loss = sum(passes.stats, weighed.loss)
         self._adapt_entropy_weight(loss)
         learning_rate = config.optimizer.learning_rate_at(self.backend.num_updates)
@@ -501,6 +544,7 @@ class Trainer:
         return UpdateStats(
             loss=loss,
             objective=weighed.stats,
+            supervised=supervised,
             num_tokens=sum(len(row.sample.token_ids) for row in rows),
             num_padding=passes.num_padding,
             num_shared=passes.num_shared,
@@ -512,6 +556,29 @@ class Trainer:
             router_loss=passes.router_loss,
             entropy_weight=None if config.entropy_control is None else self._entropy_weight,
             routing=passes.routing,
+        )
+
+    def _add_supervised(self, rows: Sequence[TrainingSample], objective: Supervised) -> SupervisedStats:
+        """Add the gradient of supervised rows to that of the update; nothing if no process has any.
+
+        They have passes of their own, because all rows of one call have one temperature.
+        """
+        scored = [ScoredRow(sample=row, old_logprobs=row.rollout_logprobs) for row in rows]
+        minibatch = _Minibatch(units=[[row] for row in scored])
+        if (size := self._agree_on_size(minibatch)) is None:
+            return SupervisedStats()
+        weighed = objective.weigh(minibatch.units, self._config, size=size, score=self.backend.logprobs)
+        passes = self.backend.forward_backward(
+            scored,
+            partial(objective.batch_loss, config=self._config),
+            weights=weighed.weights,
+            entropy=objective.get_entropy(self._config),
+        )
+        return SupervisedStats(
+            num_rows=len(rows),
+            num_tokens=sum(len(row.token_ids) for row in rows),
+            num_loss_tokens=sum(map(len, passes.logprobs)),
+            nll_sum=-float(sum(values.sum(dtype=np.float64) for values in passes.logprobs)),
         )
 
     def _compute_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
@@ -583,6 +650,11 @@ class Trainer:
             check_lengths(of_units, max_trajectory_tokens=self._config.max_trajectory_tokens)
         if not self.in_any_process(bool(rows)):
             raise InvalidInputError("a step needs at least one row to train in any process, got none: skip such a step")
+
+    def _check_supervised(self, rows: Sequence[TrainingSample]) -> None:
+        with self._raise_on_all():
+            self.backend.check_rows(rows)
+            check_trainable(rows, policy_version=self.policy_version)
 
     @contextmanager
     def _raise_on_all(self) -> Iterator[None]:

@@ -90,6 +90,26 @@ def test_the_balance_of_experts_is_that_of_all_processes(results, kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", train_process.KINDS)
+def test_supervised_rows_of_two_processes_train_as_those_of_one(results, kind, tmp_path):
+    train_process.train_supervised("one", None, -1, tmp_path)
+    alone, together = weights(tmp_path, "one-supervised--1"), weights(results, f"{kind}-supervised-0")
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, atol=1e-4, rtol=0, msg=name)
+    steps = [
+        json.loads((folder / f"stats-{each}.json").read_text())
+        for folder, each in (
+            (tmp_path, "one-supervised--1"),
+            (results, f"{kind}-supervised-0"),
+            (results, f"{kind}-supervised-1"),
+        )
+    ]
+    for one, first, second in zip(*steps, strict=True):
+        for name in ("loss", "num_rows", "num_tokens", "num_loss_tokens"):
+            key = f"supervised/{name}"
+            assert first[key] == second[key] == pytest.approx(one[key], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
 def test_gradients_of_several_calls_are_exchanged_once_each(results, kind):
     """As many calls as steps, of which one process has no rows in one, are one call with all rows in one process."""
     backend = TrainerBackend(tiny_qwen3(), train_process.CONFIGS["plain"], accelerator=Accelerator())

@@ -82,6 +82,19 @@ class DataConfig:
         """The loader of `datasets` for its files; None for a data set on the hub."""
         return _find_loader(self.files[0]) if self.files else None
 
+    @property
+    def fills_keys(self) -> bool:
+        """Whether objects have keys, with null, only because the same object of another row has them.
+
+        Files in Arrow's types have one list of keys for a whole column. JSON lines do not since `datasets` 4.8, whose
+        type `Json` keeps each object as it is: a null in them is the author's. Of several files, the first one's types
+        are those of all.
+        """
+        import datasets
+
+        keeps_json = hasattr(datasets, "Json")
+        return not (keeps_json and self.loader == "json" and len(self.files) == 1)
+
 
 _NUM_CACHED = 16
 """Rows whose messages are kept: the siblings of a group ask for the same ones."""
@@ -102,7 +115,7 @@ class Rows:
         """
         self.name = config.name
         self._config = config
-        self._rows = _load(config)
+        self._rows = load_data(config, field="data.hub")
         self._stored = self._rows.with_format("arrow")
         self.columns = tuple(self._rows.column_names)
         folders = [file.resolve().parent for file in config.files]
@@ -114,7 +127,7 @@ class Rows:
                     f"{', '.join(self.columns)}"
                 )
         read = [each for each in (config.prompt, config.images) if each]
-        self._undecoded = UndecodedRows(self._rows, read, fills_keys=_fills_keys(config))
+        self._undecoded = UndecodedRows(self._rows, read, fills_keys=config.fills_keys)
         prompts, columns = hashlib.sha256(), hashlib.sha256()
         self.has_images = False
         """Whether a prompt has images."""
@@ -233,7 +246,7 @@ class Rows:
         elif isinstance(prompt, str) or not isinstance(prompt, list):
             raise MessagesError(f"{place} must be text or messages, got {prompt!r}")
         else:
-            messages = [_drop_missing_keys(message, number, place) for number, message in enumerate(prompt)]
+            messages = read_messages(prompt, place=place)
         images = None if self._config.images is None else row[self._config.images]
         placed = place_images(messages, images, folder=self._folder, place=place)
         try:
@@ -243,9 +256,14 @@ class Rows:
         return placed
 
 
-def _load(config: DataConfig) -> Any:
+def load_data(config: DataConfig, *, field: str) -> Any:
+    """Load the rows of a data set as a `datasets.Dataset`; `field` is the setting that names what `fit` was given.
+
+    Raises:
+        InvalidInputError: there is no such data set, or it is empty.
+    """
     if config.name.startswith(GIVEN):
-        return get_given(config.name, field="data.hub")
+        return get_given(config.name, field=field)
     for file in config.files:
         if not file.exists():
             raise InvalidInputError(f"the data set {config.name} cannot be loaded: there is no such file as {file}")
@@ -320,19 +338,6 @@ def read_prompt(cell: Any) -> Any:
     return found if is_messages else cell
 
 
-def _fills_keys(config: DataConfig) -> bool:
-    """Whether objects have keys, with null, only because the same object of another row has them.
-
-    Files in Arrow's types have one list of keys for a whole column. JSON lines do not since `datasets` 4.8, whose type
-    `Json` keeps each object as it is: a null in them is the author's. Of several files, the first one's types are those
-    of all.
-    """
-    import datasets
-
-    keeps_json = hasattr(datasets, "Json")
-    return not (keeps_json and config.loader == "json" and len(config.files) == 1)
-
-
 def _find_loader(file: Path) -> str | None:
     """The loader of `datasets` for a file, which may be compressed: `prompts.jsonl.gz`; `_SAVED` for a folder."""
     if file.is_dir():
@@ -347,6 +352,11 @@ def describe_row(index: int, cells: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(TypeError, ValueError):  # bytes of an image, a date, an object
             columns[name] = json.loads(json.dumps(cell))
     return {"index": index, "columns": columns}
+
+
+def read_messages(cell: Sequence[Any], *, place: str) -> list[Message]:
+    """The messages of a cell, without the keys that they have only because others have them; `place` is for errors."""
+    return [_drop_missing_keys(message, number, place) for number, message in enumerate(cell)]
 
 
 def _drop_missing_keys(message: Any, number: int, place: str) -> Message:

@@ -14,6 +14,7 @@ from unbroken.training.metrics.mismatch import Mismatch, k3_by_lag, mismatch
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.model.routing import RoutingStats
 from unbroken.training.objective.base import LossStats, ObjectiveStats
+from unbroken.training.objective.supervised import SupervisedStats
 from unbroken.training.teachers import TeacherSums, summarize_teachers
 from unbroken.types import Logprobs
 
@@ -38,6 +39,8 @@ class StepStats:
     """Mean over the updates."""
     objective: ObjectiveStats | None
     """Statistics that only this objective has, such as `PairStats` of `OnlineDpo`."""
+    supervised: SupervisedStats | None
+    """Of the supervised rows of all updates; None without any."""
     clip_fraction: float
     corrected_fraction: float
     """Share of loss tokens that the correction truncated or masked."""
@@ -84,6 +87,8 @@ class UpdateStats:
 
     loss: LossStats
     objective: ObjectiveStats | None
+    supervised: SupervisedStats = field(default_factory=SupervisedStats)
+    """Of the supervised rows that were trained with the others, which all other fields leave out but `grad_norm`."""
     num_tokens: int
     """Ids in the rows, prompts included."""
     num_padding: int
@@ -131,6 +136,7 @@ def merge_stats(
     """Add up the statistics of all processes, of which at least one had rows; the step made `policy_version`."""
     everywhere = [update for process in processes for update in process.updates]
     loss = reduce(add, (update.loss for update in everywhere))
+    supervised = reduce(add, (update.supervised for update in everywhere))
     updates = processes[0].updates
     num_trained, num_padding, num_shared = _sum_ids(everywhere)
     staleness = np.concatenate([process.staleness for process in processes])
@@ -146,6 +152,7 @@ def merge_stats(
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),
         objective=_sum_objectives(everywhere),
+        supervised=supervised if supervised.num_rows else None,
         clip_fraction=loss.clip_fraction,
         corrected_fraction=loss.corrected_fraction,
         entropy=loss.entropy,
@@ -231,6 +238,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/num_updates": stats.num_updates,
         "train/loss": stats.loss,
         **({} if stats.objective is None else stats.objective.get_metrics()),
+        **({} if stats.supervised is None else stats.supervised.get_metrics()),
         "train/clip_fraction": stats.clip_fraction,
         "train/corrected_fraction": stats.corrected_fraction,
         "train/entropy": stats.entropy,

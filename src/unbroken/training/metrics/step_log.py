@@ -102,7 +102,7 @@ class StepLog:
     @property
     def is_trained(self) -> bool:
         """Whether the step has trained any row."""
-        return bool(self._metrics["train/num_rows"])
+        return self._metrics.get("train/num_rows") != 0  # a supervised step has none of these rows, and trains others
 
     @property
     def metrics(self) -> Metrics:

@@ -12,6 +12,7 @@ import pytest
 
 from support.fake_renderer import CALL, CALL_END, END, encode
 from support.models import tiny_qwen3
+from support.resumed_run import make_warm_start
 from support.rollouts import MORE, play
 from support.rows import group, trajectory
 from support.scripted_env import ScriptedEnv
@@ -145,7 +146,9 @@ class Source(GroupSource):
         return replace(self.groups[number % len(self.groups)], group_id=str(number))
 
 
-async def logged_names(directory, *, objective, reference=None, max_staleness=0, teachers=None) -> set[str]:
+async def logged_names(
+    directory, *, objective, reference=None, max_staleness=0, teachers=None, warm_start=None
+) -> set[str]:
     config = TrainerConfig(teacher_weight=None if teachers is None else 1.0)
     with MetricsWriter(directory) as metrics:
         await train(
@@ -155,6 +158,7 @@ async def logged_names(directory, *, objective, reference=None, max_staleness=0,
             metrics=metrics,
             checkpoints=Checkpoints(directory / "checkpoints"),
             config=LoopConfig(num_steps=1, max_staleness=max_staleness),
+            warm_start=warm_start,
         )
     (line,) = (directory / "metrics.jsonl").read_text().splitlines()
     return set(json.loads(line)) - {"step"}
@@ -163,6 +167,8 @@ async def logged_names(directory, *, objective, reference=None, max_staleness=0,
 async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(tmp_path):
     names = await logged_names(tmp_path / "grpo", objective=PolicyGradient())
     names |= await logged_names(tmp_path / "asynchronous", objective=PolicyGradient(), max_staleness=1)
+    warm_start = replace(make_warm_start(1), weight=0.0)
+    names |= await logged_names(tmp_path / "supervised", objective=PolicyGradient(), warm_start=warm_start)
     names |= await logged_names(tmp_path / "dpo", objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
     names |= {*METRICS}  # of a judge
     teachers = {name: tiny_qwen3(seed=1) for name in ("first", "second")}
