@@ -77,9 +77,7 @@ async def train(
     first_version = trainer.policy_version
     last = await _resume(trainer, checkpoints, metrics, config, engine)
     outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
-    queue = await _open_queue(
-        source, trainer, config, outages, timeline, engine=engine, last=last, warm_start=warm_start
-    )
+    queue = await _open_queue(source, trainer, config, outages, timeline, engine, last, warm_start)
     log = StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics)
     notices = await Notices.open(trainer)
     publication = Publication(trainer, publisher, queue, outages, notices, timeline=timeline, log=log)
@@ -112,7 +110,6 @@ async def _open_queue(
     config: LoopConfig,
     outages: Outages,
     timeline: Timeline,
-    *,
     engine: Engine | None,
     last: LastStep | None,
     warm_start: WarmStart | None,
