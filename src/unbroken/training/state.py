@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -43,6 +44,16 @@ from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_n
 
 _STATE, _METADATA = "state.json", ".metadata"
 _FORMAT_VERSION = 1
+_METADATA_TYPES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "StorageMeta", "MetadataIndex", "ChunkStorageMetadata", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    ("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # the last: Python 3.13
+}  # fmt: skip
+"""What torch pickles into the metadata of tensors, besides dtypes. Of what is no tensor it would unpickle the data too,
+whatever that does: `BytesStorageMetadata` is missing."""
 _OF_PROCESS = " of process "
 """In the names of tensors that one process alone has."""
 _QUANTISED = ". Quantised averages that are sharded continue with the same number of processes alone"
@@ -72,12 +83,19 @@ class StoredState:
 
     def names(self, part: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Names, shapes and types of the tensors of one part, such as `weights`."""
-        stored = FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        stored = self._read_metadata()
         return {
             name.removeprefix(f"{part}."): (tuple(tensor.size), str(tensor.properties.dtype))
             for name, tensor in stored.items()
             if name.startswith(f"{part}.") and isinstance(tensor, TensorStorageMetadata) and not _is_of_another(name)
         }
+
+    def _read_metadata(self) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = _Reader(self.folder).read_metadata().state_dict_metadata
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{self.folder / _METADATA} cannot be read: {error}") from error
+        return found
 
     @torch.no_grad()
     def load(self, part: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -114,7 +132,7 @@ class StoredState:
     def _read(self, tensors: dict[str, torch.Tensor]) -> None:
         _ignore_one_process()
         try:
-            load(tensors, storage_reader=FileSystemReader(self.folder), no_dist=True)
+            load(tensors, storage_reader=_Reader(self.folder), no_dist=True)
         except CheckpointException as error:
             raise CheckpointError(f"{self.folder} cannot be read: {_find_cause(error)}") from error
 
@@ -175,6 +193,26 @@ def write_state(
     finally:
         if group is None or dist.get_rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint without running code of it: torch's own unpickles what a file names."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata; `UnpicklingError` if it has more than tensors."""
+        with (Path(self.path) / _METADATA).open("rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The type of this name, if the metadata of tensors may have it."""
+        if (module, name) in _METADATA_TYPES or (module == "torch" and isinstance(getattr(torch, name), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it must describe tensors alone, and names {module}.{name}")
 
 
 class _Writer(FileSystemWriter):

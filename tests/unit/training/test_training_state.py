@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +25,7 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
+from unbroken.weights.files import describe_file
 
 
 def make_trainer(**sizes) -> Trainer:
@@ -85,6 +90,28 @@ def test_a_changed_or_missing_file_is_refused_by_name_and_nothing_is_loaded(save
         loaded.load(folder)
     assert equal_weights(loaded, make_trainer())
     assert loaded.policy_version == 0
+
+
+class _Planted:
+    """What a file may name, and a pickle would call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._path,))
+
+
+def test_a_checkpoint_runs_no_code_of_its_files(saved, tmp_path):
+    _, folder = saved
+    (folder / ".metadata").write_bytes(pickle.dumps(_Planted(tmp_path / "ran")))
+    state = json.loads((folder / "state.json").read_text())
+    described = asdict(describe_file(folder / ".metadata"))
+    state["files"] = [described if file["name"] == ".metadata" else file for file in state["files"]]
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="metadata cannot be read: it must describe tensors alone, and names"):
+        make_trainer().load(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
