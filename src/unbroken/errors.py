@@ -188,6 +188,9 @@ class IncompleteWeightsError(EngineError):
 class ServerError(EngineError):
     """A server reported a failure, or its answer cannot be read."""
 
+    status: int | None = None
+    """Of the answer; None if there was none, or it is told by another kind of error."""
+
 
 class ServerBusyError(ServerError):
     """A server's queue was full at every attempt."""

@@ -44,7 +44,8 @@ _NO_HEADERS: Mapping[str, str] = {}
 _read_url = lru_cache(256)(httpx.URL)
 _REFUSALS = frozenset({400, 415, 422})
 """Statuses of a server that does not take a form of body; nothing was sampled then."""
-_RETRIED_STATUSES = frozenset({429, 502, 503})
+RETRIED_STATUSES = frozenset({429, 502, 503})
+"""Those of a server that is full or not there, which is asked again."""
 MAX_ANSWER_BYTES = 2 << 30
 """Of one answer, or one event of a stream, unpacked: the experts of sixteen long completions have 1.6 GB."""
 MAX_ERROR_BYTES = 1 << 20
@@ -281,7 +282,7 @@ class Calls:
                     raise _unreachable_error(self.base_url, error, attempt + 1) from error
                 await asyncio.sleep(_pause_s(attempt))
                 continue
-            if response.status_code in _RETRIED_STATUSES and not is_last:
+            if response.status_code in RETRIED_STATUSES and not is_last:
                 await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
                 continue
             return response
@@ -487,7 +488,9 @@ def _to_error(response: httpx.Response) -> Exception:
         return ServerBusyError(message)
     if response.status_code in (400, 404, 409, 413, 422):
         return SamplingError(message)
-    return ServerError(f"HTTP {response.status_code}: {message}")
+    failure = ServerError(f"HTTP {response.status_code}: {message}")
+    failure.status = response.status_code
+    return failure
 
 
 def _with_message(error: Exception, message: str) -> Exception:

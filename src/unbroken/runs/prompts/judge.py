@@ -25,11 +25,11 @@ import string
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from unbroken.counters import add_cost
 from unbroken.errors import (
@@ -40,12 +40,13 @@ from unbroken.errors import (
     ServerUnreachableError,
     missing_extra,
 )
+from unbroken.ledger.numbers import MAX_FLOAT32
 from unbroken.messages import get_text
 
 try:
     import httpx
 
-    from unbroken.client.calls import Calls
+    from unbroken.client.calls import RETRIED_STATUSES, Calls
 except ImportError as error:
     raise missing_extra(error, "a judge needs the client extra", "client") from error
 
@@ -63,13 +64,14 @@ _SHOWN = 200
 class Judge:
     """A reward function that asks a model behind a URL. It may be called with any columns of a data set.
 
-    The same request is sent once: replies that could be parsed are kept in `cache`, which several processes may share.
-    What was asked counts against `max_requests` and `max_total_tokens`, all that the cache has seen, over restarts;
-    without a cache, all that this object has. If nothing is left, a `RewardError` ends the run.
+    With a `cache` the same request has one reply, the first that could be parsed, in all processes that share the file.
+    It is sent once, but for processes that send it at the same time. What was asked counts against `max_requests` and
+    `max_total_tokens`, all that the cache has seen, over restarts; without a cache, all that this object has. If
+    nothing is left, a `RewardError` ends the run.
 
     Raises:
-        InvalidInputError: a number is out of range, `prompt` has a brace that is not closed, or `cache` is another
-            file.
+        InvalidInputError: a number is out of range, `url` is no address or has a secret in it, `api_key` cannot be
+            sent, `prompt` has a brace that is not closed, or `cache` is another file.
     """
 
     url: str
@@ -90,7 +92,8 @@ class Judge:
     cache: str | Path | None = None
     """A file of replies, made if it is not there. None: none is kept."""
     max_requests: int | None = None
-    """How many may be sent. None: no limit."""
+    """How many may be sent; one that is sent again to a server that is full or not there counts once. None: no limit.
+    """
     max_total_tokens: int | None = None
     """Of `usage.total_tokens` of the replies: nothing is sent once so many are used."""
     max_concurrent: int = 8
@@ -103,7 +106,7 @@ class Judge:
     """For an answer."""
     _write: Callable[[Mapping[str, Any]], str] = field(init=False, repr=False)
     _store: _Store = field(init=False, repr=False)
-    _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
+    _in_flight: WeakKeyDictionary[asyncio.AbstractEventLoop, _InFlight] = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )
 
@@ -111,13 +114,17 @@ class Judge:
         for name, value, least in (
             ("max_requests", self.max_requests, 1), ("max_total_tokens", self.max_total_tokens, 1),
             ("max_concurrent", self.max_concurrent, 1), ("max_retries", self.max_retries, 0),
-            ("retry_wait_s", self.retry_wait_s, 0),
         ):  # fmt: skip
-            if value is not None and not (math.isfinite(value) and value >= least):
+            if value is not None and type(value) is not int:  # text of `os.environ`; half a slot would never be taken
+                raise InvalidInputError(f"{name} must be a whole number, got {value!r}")
+            if value is not None and value < least:
                 raise InvalidInputError(f"{name} must be a number >= {least}, got {value}")
+        if not (math.isfinite(self.retry_wait_s) and self.retry_wait_s >= 0):
+            raise InvalidInputError(f"retry_wait_s must be a number >= 0, got {self.retry_wait_s}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise InvalidInputError(f"timeout_s must be a finite number > 0, got {self.timeout_s}")
-        self.url = self.url.rstrip("/")
+        self.url = _check_url(self.url)
+        _check_key(self.api_key)
         self._write = _make_writer(self.prompt) if isinstance(self.prompt, str) else self.prompt
         self._store = _Store(self.cache, max_requests=self.max_requests, max_total_tokens=self.max_total_tokens)
 
@@ -152,19 +159,22 @@ class Judge:
         request = json.dumps([self.url, body], sort_keys=True)
         digest = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()
         loop = asyncio.get_running_loop()
-        async with self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent)):
-            reply = await asyncio.to_thread(self._store.find, digest)
-            if reply is not None:
+        in_flight = self._in_flight.setdefault(loop, _InFlight(self.max_concurrent))
+        # Another prompt may ask the same now. It is waited for before a slot is taken, which it may need.
+        async with nullcontext() if self.cache is None else in_flight.lock(digest), in_flight.slots:
+            found = await asyncio.to_thread(self._store.find, digest)
+            if found is not None:
                 try:
-                    score = self._read_score(reply)
+                    score = self._read_score(found)
                 except _BadReplyError:
                     pass  # `parse` has changed since it was kept
                 else:
                     add_cost("judge/cached", 1)
                     return score
             reply, score = await self._ask(calls, body)
-            await asyncio.to_thread(self._store.keep, digest, reply)
-            return score
+            kept = await asyncio.to_thread(self._store.keep, digest, reply, instead_of=found)
+            # Another process may have been faster; a run that continues will read its reply.
+            return score if kept == reply else self._read_score(kept)
 
     async def _ask(self, calls: Calls, body: Mapping[str, Any]) -> tuple[str, float | None]:
         """A reply that could be parsed, and its score."""
@@ -179,17 +189,25 @@ class Judge:
                 return reply, self._read_score(reply)
             except (ServerError, _BadReplyError) as error:
                 add_cost("judge/failed", 1)
-                if retry == self.max_retries or not _may_help(error):
-                    raise RewardError(f"the judge {self.url} failed at try {retry + 1}: {error}") from None
+                if not _may_help(error):
+                    raise RewardError(f"the judge {self.url} failed: {self._hide_key(error)}") from None
+                if retry == self.max_retries:
+                    raise RewardError(
+                        f"the judge {self.url} failed at try {retry + 1}: {self._hide_key(error)}"
+                    ) from None
             except RewardError:
                 raise
             except InvalidInputError as error:  # a request that is refused is refused again
                 add_cost("judge/failed", 1)
-                raise RewardError(f"the judge {self.url} refuses the request: {error}") from None
+                raise RewardError(f"the judge {self.url} refuses the request: {self._hide_key(error)}") from None
             finally:
                 add_cost("judge/seconds", time.perf_counter() - started)
             await asyncio.sleep(self.retry_wait_s * 2**retry)
         raise AssertionError("unreachable")
+
+    def _hide_key(self, error: Exception) -> str:
+        """An error's text without the key, which servers repeat to say that they do not know it."""
+        return str(error) if self.api_key is None else str(error).replace(self.api_key, "***")
 
     def _read_usage(self, answer: Any) -> int:
         """The tokens of an answer, 0 if nobody counts them."""
@@ -209,12 +227,25 @@ class Judge:
             score = self.parse(reply)
         except ValueError as error:
             raise _BadReplyError(f"the reply {reply[:_SHOWN]!r} does not parse: {error}") from None
-        if score is not None and not math.isfinite(score):
+        # As rewards must be: otherwise the reply would be kept, and end each run that finds it.
+        if score is not None and not abs(score) <= MAX_FLOAT32:
             raise _BadReplyError(f"the reply {reply[:_SHOWN]!r} must give a finite number, got {score}")
         return score
 
 
-class _BadReplyError(Exception):
+class _InFlight:
+    """What an event loop asks at the moment."""
+
+    def __init__(self, max_concurrent: int) -> None:
+        self.slots = asyncio.Semaphore(max_concurrent)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, digest: str) -> asyncio.Lock:
+        """Whoever has it asks; the others find the reply."""
+        return self._locks.setdefault(digest, asyncio.Lock())
+
+
+class _BadReplyError(RewardError):
     """A reply without a score."""
 
 
@@ -222,7 +253,11 @@ def _may_help(error: Exception) -> bool:
     """Whether to send a request again, after `Calls` has done so for full queues and connections that failed."""
     if isinstance(error, ServerUnreachableError):
         return isinstance(error.__cause__, httpx.ReadTimeout)
-    return not isinstance(error, ServerBusyError)
+    status = error.status if isinstance(error, ServerError) else None
+    if isinstance(error, ServerBusyError) or status in RETRIED_STATUSES:
+        return False
+    # A wrong key or another address stays wrong; 408: the server had waited too long for the request.
+    return status is None or status >= 500 or status == 408
 
 
 def _read_reply(answer: Any) -> str:
@@ -236,7 +271,33 @@ def _read_reply(answer: Any) -> str:
         raise _BadReplyError(f"the answer must be a chat completion with a text, got {str(answer)[:_SHOWN]!r}")
     if reason == "length":
         raise _BadReplyError(f"the reply {content[-_SHOWN:]!r} was cut: give options a greater max_tokens")
+    if any("\ud800" <= each <= "\udfff" for each in content):  # JSON may hold it, files of text may not
+        raise _BadReplyError(f"the reply {content[:_SHOWN]!r} has half a character (a surrogate without the other)")
     return content
+
+
+def _check_url(url: str) -> str:
+    """The address as requests need it; a secret in it would be in each error."""
+    try:
+        read = httpx.URL(url)
+    except httpx.InvalidURL:
+        read = httpx.URL()
+    if read.scheme not in ("http", "https") or not read.host or read.userinfo or read.query or read.fragment:
+        shown = "another" if read.userinfo or read.query else repr(url)
+        raise InvalidInputError(
+            f"url must be http://HOST/... or https://HOST/..., without a user, ? and #, got {shown}: a key is api_key"
+        )
+    return str(read).rstrip("/")
+
+
+def _check_key(api_key: str | None) -> None:
+    """Refuse what httpx refuses at each request, with an error that shows the key."""
+    if api_key is None:
+        return
+    if not (api_key and api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+        raise InvalidInputError(
+            "api_key must be None, or printable ASCII without spaces around it: it is sent in a header"
+        )
 
 
 def _make_writer(template: str) -> Callable[[Mapping[str, Any]], str]:
@@ -263,10 +324,6 @@ def _to_text(value: Any) -> str:
     ):
         return "\n\n".join(f"{each['role']}: {get_text(each.get('content'))}" for each in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in value
 
 
 class _Store:
@@ -311,10 +368,17 @@ class _Store:
         found = self._run("SELECT reply FROM replies WHERE digest = ?", digest)
         return str(found[0][0]) if found else None
 
-    def keep(self, digest: str, reply: str) -> None:
-        """Keep a reply, if there is a file."""
-        if self._path is not None:
-            self._run("INSERT OR REPLACE INTO replies VALUES (?, ?)", digest, reply)
+    def keep(self, digest: str, reply: str, *, instead_of: str | None) -> str:
+        """Keep a reply, if there is a file, where there is none or that one; returns the one that is kept."""
+        if self._path is None:
+            return reply
+        self._run(
+            "INSERT INTO replies VALUES (?1, ?2) ON CONFLICT (digest) DO UPDATE SET reply = ?2 WHERE reply IS ?3",
+            digest,
+            reply,
+            instead_of,
+        )
+        return self.find(digest) or reply
 
     def spend(self) -> None:
         """Count a request before it is sent; raises `RewardError` if the budget is spent."""

@@ -70,7 +70,11 @@ async def test_what_fails_or_does_not_parse_is_asked_again_and_counted(tmp_path)
         ((200, {"choices": []}), 3, r"the answer must be a chat completion with a text, got"),
         ((200, {"choices": [{"message": {"content": None}}]}), 3, r"the answer must be a chat completion with a text"),
         (fails(500), 3, r"failed at try 3: HTTP 500: status 500"),
+        (says("9e99"), 3, r"failed at try 3: the reply '9e99' must give a finite number, got 9e\+99"),
+        (says("1 \ud800"), 3, r"the reply '1 \\ud800' has half a character"),
         (fails(400), 1, r"refuses the request: status 400"),
+        (fails(401), 1, r"/v1 failed: HTTP 401: status 401"),
+        (fails(302), 1, r"/v1 failed: HTTP 302: status 302"),
     ],
 )
 async def test_what_fails_each_time_ends_the_run_with_function_row_and_reply(tmp_path, answer, num_asked, message):
@@ -82,11 +86,47 @@ async def test_what_fails_each_time_ends_the_run_with_function_row_and_reply(tmp
     assert len(asked) == num_asked
 
 
+async def test_a_server_that_stays_full_is_asked_as_often_as_the_retries_say():
+    """And not as often again for each of these."""
+    asked: list[dict[str, Any]] = []
+    with serve_judge(lambda _: fails(503), asked) as url, pytest.raises(RewardError, match=r"failed: HTTP 503"):
+        await score(judge_at(url, max_retries=1), "a")
+    assert len(asked) == 2
+
+
+async def test_equal_requests_of_several_prompts_at_a_time_are_sent_once(tmp_path):
+    asked: list[dict[str, Any]] = []
+    with serve_judge(lambda _: says(str(len(asked))), asked) as url:
+        judge = judge_at(url, cache=tmp_path / "judge.sqlite")
+        assert await asyncio.gather(*(score(judge, "a") for _ in range(4))) == [[1.0]] * 4
+    assert len(asked) == 1
+
+
+async def test_two_processes_that_ask_the_same_at_a_time_have_the_same_reward(tmp_path):
+    """The reply that was kept first, which is also that of a run that continues."""
+    both, asked = threading.Barrier(2), []
+
+    def answer(text: str) -> Answer:
+        return says(str(both.wait(10)))
+
+    with serve_judge(answer, asked) as url:
+        judges = [judge_at(url, cache=tmp_path / "judge.sqlite") for _ in range(2)]
+        first, second = await asyncio.gather(*(score(judge, "a") for judge in judges))
+        assert first == second == await score(judges[0], "a")
+    assert len(asked) == 2
+
+
+async def test_a_key_that_a_server_repeats_is_in_no_error():
+    repeats = 401, {"error": {"message": "unknown key secret-1"}}
+    with serve_judge(lambda _: repeats, []) as url, pytest.raises(RewardError, match=r"HTTP 401: unknown key \*\*\*$"):
+        await score(judge_at(url, api_key="secret-1"), "a")
+
+
 async def test_a_judge_that_is_not_there_is_named_and_tried_as_often_as_it_says(tmp_path, caplog):
     """And not again by the retries of the reward function."""
     with serve_judge(lambda _: says("1"), []) as url:
         pass
-    with pytest.raises(RewardError, match=rf"the judge {url} failed at try 1: no answer from {url} in 2 tries"):
+    with pytest.raises(RewardError, match=rf"the judge {url} failed: no answer from {url} in 2 tries"):
         await rewards_of(tmp_path, url, max_retries=1).score(problem(), await group_of("a"))
     assert "calling it again" not in caplog.text
 
@@ -177,6 +217,10 @@ async def test_the_prompt_has_columns_conversations_and_braces_and_an_unknown_na
     [
         ({"max_requests": 0}, "max_requests must be a number >= 1, got 0"),
         ({"max_concurrent": 0}, "max_concurrent must be a number >= 1, got 0"),
+        ({"max_concurrent": 2.5}, "max_concurrent must be a whole number, got 2.5"),
+        ({"max_requests": "100"}, "max_requests must be a whole number, got '100'"),
+        ({"api_key": ""}, "api_key must be None, or printable ASCII without spaces around it"),
+        ({"api_key": "secret "}, r"api_key must be None, .* around it: it is sent in a header$"),
         ({"retry_wait_s": float("nan")}, "retry_wait_s must be a number >= 0, got nan"),
         ({"timeout_s": 0.0}, "timeout_s must be a finite number > 0"),
         ({"prompt": "{question"}, "prompt must have names in braces"),
@@ -186,6 +230,19 @@ async def test_the_prompt_has_columns_conversations_and_braces_and_an_unknown_na
 def test_settings_are_checked(options, message):
     with pytest.raises(InvalidInputError, match=message):
         judge_at("http://127.0.0.1:1/v1", **options)
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000/v1", "http://me:secret@localhost/v1", "http://localhost/v1?key=secret"]
+)
+def test_an_address_is_checked_before_it_is_asked_and_a_secret_in_it_is_not_shown(url):
+    with pytest.raises(InvalidInputError, match="url must be http://HOST") as caught:
+        judge_at(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_certificates_are_checked_however_https_is_written():
+    assert judge_at("HTTPS://Judge.example/v1/").url == "https://judge.example/v1"
 
 
 def test_a_file_that_is_no_cache_is_left_alone(tmp_path):
