@@ -29,6 +29,8 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from unbroken.counters import count_costs
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
@@ -134,7 +136,7 @@ class _RewardFunction:
         for retry in range(self._config.max_retries + 1):
             try:
                 returned = await self._call(problem, trajectories, place)
-                return _check_returned(returned, [each.num_sampled for each in trajectories], place)
+                return _check_returned(returned, [each.num_completion_ids for each in trajectories], place)
             except _ConnectionFailedError as error:
                 if retry == self._config.max_retries:
                     tries = f", {retry + 1} times in all (max_retries is {retry})" if retry else ""
@@ -218,7 +220,7 @@ class Rewards:
 
     def _list_spans(self, trajectory: Trajectory, given: Mapping[str, _Known]) -> tuple[SpanReward, ...]:
         """All that a trajectory is rewarded for, with weights, but for its turns: a number is for all ids."""
-        num_ids = trajectory.num_sampled
+        num_ids = trajectory.num_completion_ids
         sources: list[tuple[float, _Known]] = [(self._weights[name], value) for name, value in given.items()]
         if self._add_to_own:
             assert trajectory.reward is not None, "those that can be trained on have a reward"
@@ -238,7 +240,9 @@ class Rewards:
             assert trajectory.reward is not None, "those that can be trained on have a reward"
             reward += trajectory.reward
             parts = {OWN_REWARD: trajectory.reward, **parts}
-        parts = {**trajectory.reward_parts, **parts}
+        # One of the environment's with the name of a function would be taken for its opinion.
+        others = {name: value for name, value in trajectory.reward_parts.items() if name not in self._weights}
+        parts = {**others, **parts}
         return replace(trajectory, reward=reward, reward_parts=parts, reward_weights=self._weights)
 
 
@@ -329,9 +333,9 @@ def _check_spans(spans: Sequence[Any], num_ids: int, place: str) -> tuple[SpanRe
     checked: list[SpanReward] = []
     for k, span in enumerate(spans):
         name = f"{place}: span {k}"
-        if not isinstance(span, (list, tuple)) or len(span) != 3 or not all(type(each) is int for each in span[:2]):
+        if not isinstance(span, (list, tuple)) or len(span) != 3 or not all(map(_is_integer, span[:2])):
             raise RewardError(f"{name} must be (start, stop, reward) with two integers, got {span!r}")
-        start, stop, reward = span
+        start, stop, reward = int(span[0]), int(span[1]), span[2]
         if not 0 <= start < stop <= num_ids:
             raise RewardError(
                 f"{name} must lie in its {num_ids} sampled ids (completion_ids), 0 <= start < stop <= {num_ids}, got "
@@ -342,6 +346,10 @@ def _check_spans(spans: Sequence[Any], num_ids: int, place: str) -> tuple[SpanRe
         reward = to_finite_float32(reward, name=f"{name}: the reward", error=RewardError)
         checked.append(SpanReward(start, stop, reward))
     return tuple(checked)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _sum_spans(spans: Sequence[SpanReward]) -> float:

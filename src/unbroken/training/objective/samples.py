@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.loss_config import FailedRows, OverlongConfig, TruncatedRows
 from unbroken.training.objective.advantages import Advantages, StepAdvantages, TurnAdvantages, all_equal, check_rewards
 from unbroken.training.objective.comparison import (
@@ -132,10 +132,19 @@ class RowPolicy:
         """The group with the reward of its failed members, unless they are dropped."""
         if self.failed is FailedRows.DROP:
             return group
+        has_spans = any(each.span_rewards for each in group.trajectories)
         members = (
-            replace(each, reward=self.failed_reward) if each.status in FAILED else each for each in group.trajectories
+            self._score_failed(each, has_spans=has_spans) if each.status in FAILED else each
+            for each in group.trajectories
         )
         return replace(group, trajectories=tuple(members))
+
+    def _score_failed(self, member: Trajectory, *, has_spans: bool) -> Trajectory:
+        """Beside spans the reward is for all ids, as every number there; otherwise each turn would have a 0 too."""
+        spans: tuple[SpanReward, ...] = ()
+        if has_spans and (num_ids := member.num_completion_ids):
+            spans = (SpanReward(0, num_ids, self.failed_reward - sum(member.turn_rewards)),)
+        return replace(member, reward=self.failed_reward, span_rewards=spans)
 
     def choose_use(self, status: TrajectoryStatus, *, is_equal: bool) -> tuple[_RowUse, DropReason | TrajectoryStatus]:
         """The use of a trajectory's rows, and the reason that it is counted under if it has none to train.

@@ -12,11 +12,15 @@ import pytest
 from support.fake_renderer import END, encode
 from support.rewarded import PROMPT, group_of
 from support.rows import build_samples
+from support.sequences import sampled
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, RewardError
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.types import token_ids
 
 
 def rewards_of(
@@ -300,6 +304,51 @@ async def test_an_environments_own_reward_is_for_all_ids_but_for_what_its_turns_
     ]
     assert scored.rewards == (3.5, 4.0)
     assert scored.trajectories[0].reward_weights == {"environment": 1.0, "steps": 1.0}
+
+
+async def test_places_of_spans_may_be_integers_of_numpy(tmp_path):
+    rewards = rewards_of(
+        tmp_path,
+        "import numpy\n"
+        "def steps(completions): return [[(k, k + numpy.int32(1), numpy.float32(0.5))] for k in numpy.arange(2)]\n",
+        "steps",
+    )
+    scored = await rewards.score(problem(), await group_of("a", "b"))
+    assert [member.span_rewards for member in scored.trajectories] == [((0, 1, 0.5),), ((1, 2, 0.5),)]
+    assert {type(place) for member in scored.trajectories for place in member.span_rewards[0][:2]} == {int}
+
+
+async def test_places_are_those_of_all_ids_that_a_function_gets_also_if_some_were_given(tmp_path):
+    """As those that close reasoning which was too long."""
+    (tmp_path / "rewards.py").write_text(
+        "def each(completion_ids): return [list(range(len(ids))) for ids in completion_ids]\n"
+        "def whole(completion_ids): return [[(0, len(ids), 1.0)] for ids in completion_ids]\n"
+    )
+    group = await group_of("a", "b")
+    joined = sampled(1, 2).then(token_ids([8, 9]), sampled(5))
+    members = []
+    for member in group.trajectories:
+        tree = TokenTree()
+        start = tree.add_given([3], Origin.PROMPT, parent=None)
+        end = tree.add_sampled(joined, parent=start)
+        turn = replace(member.turns[0], sequence=joined, prompt_end=start, end=end)
+        members.append(replace(member, tree=tree, turns=(turn,)))
+    configs = [RewardConfig(function=tmp_path / f"rewards.py:{name}") for name in ("each", "whole")]
+    scored = await Rewards(configs, ()).score(problem(), replace(group, trajectories=tuple(members)))
+    assert scored.rewards == (11.0, 11.0)
+    assert scored.trajectories[0].span_rewards[-2:] == ((0, 5, 1.0), (4, 5, 4.0))
+
+
+async def test_a_part_of_an_environment_is_not_taken_for_the_function_of_its_name(tmp_path):
+    (tmp_path / "rewards.py").write_text("def correct(completions): return [None, 1.0]")
+    rewards = Rewards([RewardConfig(function=tmp_path / "rewards.py:correct")], (), add_to_own=True)
+    group = await group_of("a", "b")
+    members = [replace(each, reward_parts={"correct": 5.0, "tools": 2.0}) for each in group.trajectories]
+    scored = await rewards.score(problem(), replace(group, trajectories=tuple(members)))
+    assert [member.reward_parts for member in scored.trajectories] == [
+        {"tools": 2.0, "environment": 0.0},
+        {"tools": 2.0, "environment": 0.0, "correct": 1.0},
+    ]
 
 
 async def test_numbers_alone_leave_no_spans(tmp_path):

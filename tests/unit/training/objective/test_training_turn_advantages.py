@@ -24,9 +24,9 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
-from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, Turn
+from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from unbroken.training.config import TrainerConfig
-from unbroken.training.loss_config import OverlongConfig
+from unbroken.training.loss_config import FailedRows, OverlongConfig
 from unbroken.training.objective.advantages import TurnAdvantages, turn_grpo, turn_returns
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import RowPolicy, build_trajectories
@@ -253,6 +253,18 @@ def test_a_punishment_for_length_stands_at_the_last_id():
     assert shorter.rows[0].advantages[shorter.rows[0].loss_mask].tolist() == [0.5, 0]
 
 
+def test_the_reward_of_failures_is_one_number_beside_siblings_with_spans():
+    """Not a 0 for each of its turns, which nobody gave: [1, -1, -1] has the mean -1/3."""
+    failed = replace(
+        said(), reward=None, status=TrajectoryStatus.FAILED, error=RuntimeError("no reply"), span_rewards=()
+    )
+    policy = RowPolicy(failed=FailedRows.TRAIN, failed_reward=-1.0)
+    units = build_trajectories([group(said((0, 2, 1.0), (2, 6, -1.0)), failed)], GRPO, Counters(), policy=policy)
+    found = [unit.rows[0].advantages[unit.rows[0].loss_mask] for unit in units]
+    low, high = -1 / math.sqrt(2), math.sqrt(2)
+    np.testing.assert_allclose(found, [[high + low] * 2 + [low] * 4, [low] * 6], rtol=1e-6)
+
+
 def test_spans_must_lie_in_what_was_sampled():
-    with pytest.raises(InvariantError, match="span_rewards must be of 6 sampled ids"):
+    with pytest.raises(InvariantError, match="span_rewards must be of 6 completion ids"):
         said((0, 7, 1.0))
