@@ -62,6 +62,8 @@ class RolloutNote:
     unread_call: str | None = None
     """The first tool call that could not be read, as it was sampled."""
     has_tools: bool = False
+    has_advantage: bool = False
+    """Whether an id of it was trained with an advantage that is not 0."""
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> RolloutNote:
@@ -82,6 +84,7 @@ class RolloutNote:
             call=_find_call(replies, call_id),
             unread_call=next((str(call)[:_MAX_TEXT] for call in unread), None),
             has_tools=bool(record.get("tools")),
+            has_advantage=any(value for row in record.get("rows") or () for _, _, value in row.get("advantages") or ()),
         )
 
 

@@ -161,7 +161,14 @@ def _find_equal(evidence: Evidence) -> tuple[Sequence[Numbers], float] | None:
     value = next(iter(rewards), None)
     if len(rewards) != 1 or value is None or _sum(steps, "rollout/num_trainable") < _MIN_ROLLOUTS:
         return None
+    if _compares_more(evidence):
+        return None
     return steps, value
+
+
+def _compares_more(evidence: Evidence) -> bool:
+    """Whether most rollouts have advantages, so that their sums may be equal: of turns or spans, or of parts (gdpo)."""
+    return sum(note.has_advantage for note in evidence.notes) > len(evidence.notes) / 2
 
 
 def _is_solved(evidence: Evidence, value: float) -> bool:
@@ -205,7 +212,7 @@ def _find_no_variance(evidence: Evidence) -> str | None:
     """Rewards differ between problems, and never within one."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["groups/num_zero_variance"], "groups/num_compared", least=0.95)
-    if found is None or _is_at_best(evidence, steps):
+    if found is None or _is_at_best(evidence, steps) or _compares_more(evidence):
         return None
     others = (_find_equal, _find_same_completions, _find_low_temperature)
     if any(find(evidence) is not None for find in others):

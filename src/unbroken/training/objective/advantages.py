@@ -218,8 +218,8 @@ class TurnAdvantages:
     A sibling that has ended has the return 0 in the turns that it did not play.
 
     With spans each reward stands at the end of its span, and an id has the advantage of the first one that stands at it
-    or after it; after the last, 0. Rewards that stand at the same end are one, and where there are spans, a turn or the
-    whole trajectory counts only if something gave it a reward.
+    or after it; after the last, 0. Rewards that stand at the same end are one, and where there are spans, turns or the
+    whole trajectory count only if something rewards them.
     """
 
     function: Callable[[Sequence[TurnRewards]], Sequence[NDArray[np.float64]]]

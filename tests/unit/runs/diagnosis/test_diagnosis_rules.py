@@ -277,3 +277,14 @@ def test_the_answer_of_a_tool_that_failed_is_read_without_the_tools_name():
     assert note.tool_answer == "Error: lookup failed with ValueError"
     assert note.call == 'lookup({"key": "da"})', "the one that failed"
     assert note.unread_call == "<tool_call>{"
+
+
+def test_equal_sums_are_no_finding_where_turns_spans_or_parts_were_compared():
+    """As for gdpo and turn_grpo: most rollouts have advantages. With a few it is one group of many that differs."""
+    row = {"advantages": [[4, 6, 0.0], [6, 9, -0.5]]}
+    compared = RolloutNote.of({"group": "a", "turns": [], "rows": [{"advantages": [[0, 4, 0.0]]}, row]}).has_advantage
+    assert compared
+    assert not RolloutNote.of({"group": "a", "turns": [], "rows": [{"advantages": [[0, 4, 0.0]]}]}).has_advantage
+    for steps, cause in (([rewards(0.0)] * 3, "equal-rewards"), ([{"groups/num_zero_variance": 8}] * 3, "no-variance")):
+        assert cause not in find(observe(*steps, notes=[note(k, has_advantage=compared) for k in range(16)]))
+        assert cause in find(observe(*steps, notes=[note(k, has_advantage=k < 2) for k in range(16)]))
