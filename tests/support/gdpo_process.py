@@ -48,8 +48,7 @@ def make_groups(rank: int) -> list[TrajectoryGroup]:
 
 def read_advantages(trainer: Trainer, groups: list[TrajectoryGroup]) -> list[float]:
     """The advantage of each trajectory with one."""
-    making = trainer.objective.make_units(groups, Counters(), trainer.config, trainer.processes)
-    units = asyncio.run(making)
+    units = asyncio.run(trainer.make_units(groups, Counters()))
     return [float(row.advantages[-1]) for unit in units for row in unit.rows]
 
 

@@ -84,8 +84,12 @@ class RolloutNote:
             call=_find_call(replies, call_id),
             unread_call=next((str(call)[:_MAX_TEXT] for call in unread), None),
             has_tools=bool(record.get("tools")),
-            has_advantage=any(value for row in record.get("rows") or () for _, _, value in row.get("advantages") or ()),
+            has_advantage=_has_advantage(record.get("rows") or ()),
         )
+
+
+def _has_advantage(rows: Iterable[Mapping[str, Any]]) -> bool:
+    return any(value for row in rows for _, _, value in row.get("advantages") or ())
 
 
 def _find_failed_answer(conversation: Sequence[Mapping[str, Any]]) -> tuple[str | None, Any]:

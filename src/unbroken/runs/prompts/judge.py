@@ -115,10 +115,7 @@ class Judge:
             ("max_requests", self.max_requests, 1), ("max_total_tokens", self.max_total_tokens, 1),
             ("max_concurrent", self.max_concurrent, 1), ("max_retries", self.max_retries, 0),
         ):  # fmt: skip
-            if value is not None and type(value) is not int:  # text of `os.environ`; half a slot would never be taken
-                raise InvalidInputError(f"{name} must be a whole number, got {value!r}")
-            if value is not None and value < least:
-                raise InvalidInputError(f"{name} must be a number >= {least}, got {value}")
+            _check_whole(name, value, least)
         if not (math.isfinite(self.retry_wait_s) and self.retry_wait_s >= 0):
             raise InvalidInputError(f"retry_wait_s must be a number >= 0, got {self.retry_wait_s}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -288,6 +285,14 @@ def _check_url(url: str) -> str:
             f"url must be http://HOST/... or https://HOST/..., without a user, ? and #, got {shown}: a key is api_key"
         )
     return str(read).rstrip("/")
+
+
+def _check_whole(name: str, value: int | None, least: int) -> None:
+    """Refuse text of `os.environ`, and halves: half a slot would never be taken."""
+    if value is not None and type(value) is not int:
+        raise InvalidInputError(f"{name} must be a whole number, got {value!r}")
+    if value is not None and value < least:
+        raise InvalidInputError(f"{name} must be a number >= {least}, got {value}")
 
 
 def _check_key(api_key: str | None) -> None:
