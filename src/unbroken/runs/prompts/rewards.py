@@ -256,11 +256,15 @@ def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str
         "prompts": [problem.prompt] * size,
         "completions": completions,
         "messages": conversations,
-        "completion_ids": [
-            [int(i) for turn in trajectory.turns for i in turn.sequence.completion_ids] for trajectory in trajectories
-        ],
+        "completion_ids": [_list_sampled(trajectory) for trajectory in trajectories],
         "statuses": [trajectory.status.value for trajectory in trajectories],
     }
+
+
+def _list_sampled(trajectory: Trajectory) -> list[int]:
+    """The ids that rewards have places in: those given to close reasoning are left out, as nothing can reward them."""
+    sequences = [turn.sequence for turn in trajectory.turns]
+    return [i for each in sequences for i in each.completion_ids[each.sampled_mask].tolist()]
 
 
 def _count_prompt_messages(problem: Problem, messages: Sequence[Message]) -> int:

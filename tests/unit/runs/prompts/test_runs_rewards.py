@@ -12,11 +12,15 @@ import pytest
 from support.fake_renderer import END, encode
 from support.rewarded import PROMPT, group_of
 from support.rows import build_samples
+from support.sequences import sampled
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.training.objective.advantages import grpo_advantages
+from unbroken.types import token_ids
 
 
 def rewards_of(
@@ -300,6 +304,23 @@ async def test_an_environments_own_reward_is_for_all_ids_but_for_what_its_turns_
     ]
     assert scored.rewards == (3.5, 4.0)
     assert scored.trajectories[0].reward_weights == {"environment": 1.0, "steps": 1.0}
+
+
+async def test_ids_that_were_given_inside_a_turn_have_no_place(tmp_path):
+    """ "abc" is four ids; two of another turn's four were sampled before ids that closed its reasoning."""
+    (member, other) = (await group_of("abc", "abc")).trajectories
+    (turn,) = member.turns
+    first, second = (sampled(*turn.sequence.completion_ids[part].tolist()) for part in (slice(0, 2), slice(2, 4)))
+    sequence, tree = first.then(token_ids([8, 9, 7]), second), TokenTree()
+    start = tree.add_given([5, 6], Origin.PROMPT, parent=None)
+    closed = replace(turn, prompt_end=start, end=tree.add_sampled(sequence, parent=start), sequence=sequence)
+    member = replace(member, tree=tree, turns=(closed,))
+    rewards = rewards_of(
+        tmp_path, "def ids(completion_ids): return [[float(i) for i in k] for k in completion_ids]", "ids"
+    )
+    scored = await rewards.score(problem(), TrajectoryGroup(group_id="g", trajectories=(member, other)))
+    assert scored.trajectories[0].span_rewards == scored.trajectories[1].span_rewards
+    assert [span.stop for span in scored.trajectories[0].span_rewards] == [1, 2, 3, 4]
 
 
 async def test_numbers_alone_leave_no_spans(tmp_path):
