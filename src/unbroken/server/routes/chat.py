@@ -122,6 +122,8 @@ class ChatBody(OpenAIFields):
                 param="thinking_token_budget",
             )
         if self.thinking_token_budget is not None:
+            if self.reasoning is not None and self.reasoning.max_tokens is not None:
+                note_ignored(request, ["reasoning.max_tokens"])
             return ThinkingBudget(field="thinking_token_budget", num_ids=self.thinking_token_budget)
         if self.reasoning is None or self.reasoning.max_tokens is None:
             return None
