@@ -231,7 +231,7 @@ async def continue_prompt(
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
-    bound = await _find_bound(context, question, renderer, params)
+    bound = await find_bound(context, question, renderer, params)
     service: TurnService = context.service if bound is None else _BoundedService(context, bound)
     if question.required_functions and sampling.structured_output is None:
         service = InsistingService(context, question, renderer)
@@ -308,7 +308,7 @@ class InsistingService:
         return is_number_right and self._names.issuperset(names)
 
 
-async def _find_bound(
+async def find_bound(
     context: ServerContext, question: Question, renderer: Renderer, params: SamplingParams
 ) -> ThinkingBound | None:
     """The bound of the reply's reasoning; None without a budget, or if it is ignored.

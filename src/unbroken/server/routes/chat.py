@@ -27,7 +27,7 @@ from unbroken.server.http.bodies import BodyModel, Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
-from unbroken.server.questions import continue_prompt, render_question
+from unbroken.server.questions import continue_prompt, find_bound, render_question
 from unbroken.server.turns import (
     OpenTurn,
     Question,
@@ -201,8 +201,14 @@ async def _render_chat(body: ChatBody, request: Request) -> Response:
     context = get_context(request)
     question = await _read_question(context, request, body)
     most = 1 if question.max_tokens is None else question.max_tokens
-    body.to_params(end_ids=(), max_tokens=most, num_top_logprobs=question.num_top_logprobs)
-    _, prompt = await render_question(context, question)
+    params = body.to_params(
+        end_ids=(),
+        max_tokens=most,
+        num_top_logprobs=question.num_top_logprobs,
+        structured_output=question.structured_output,
+    )
+    renderer, prompt = await render_question(context, question)
+    await find_bound(context, question, renderer, params)
     return json_response(
         {"model": context.config.model_name, "token_ids": prompt.token_ids, "features": format_features(prompt.images)}
     )

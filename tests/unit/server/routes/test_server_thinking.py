@@ -97,9 +97,10 @@ async def test_each_of_n_replies_is_bounded():
 )
 async def test_a_budget_that_cannot_be_kept_is_refused_by_name(more, why):
     async with asgi_client(make_app(make_engine())) as client:
-        answer = await client.post(CHAT, json={"messages": USER, "thinking_token_budget": 5, **more})
-    assert answer.status_code == 400
-    assert why in answer.json()["error"]["message"]
+        for path in (CHAT, f"{CHAT}/render"):
+            answer = await client.post(path, json={"messages": USER, "thinking_token_budget": 5, **more})
+            assert answer.status_code == 400
+            assert why in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
