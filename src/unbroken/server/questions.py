@@ -14,7 +14,6 @@ import numpy as np
 from starlette.requests import Request
 
 from unbroken.counters import Event
-from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ConstrainsCalls, Renderer, ToolCallStatus
 from unbroken.rollout.thinking import ThinkingBound
@@ -32,7 +31,6 @@ from unbroken.types import (
     SampledSequence,
     SampleRequest,
     SampleResult,
-    SamplingParams,
     StructuredOutput,
     TokenIds,
 )
@@ -231,7 +229,7 @@ async def continue_prompt(
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
-    bound = await find_bound(context, question, renderer, params)
+    bound = await context.run_in_text_thread(lambda: question.bound_thinking(renderer, params))
     service: TurnService = context.service if bound is None else _BoundedService(context, bound)
     if question.required_functions and sampling.structured_output is None:
         service = InsistingService(context, question, renderer)
@@ -306,30 +304,6 @@ class InsistingService:
         names = [call.name for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
         is_number_right = len(names) >= 1 if self._question.may_call_several else len(names) == 1
         return is_number_right and self._names.issuperset(names)
-
-
-async def find_bound(
-    context: ServerContext, question: Question, renderer: Renderer, params: SamplingParams
-) -> ThinkingBound | None:
-    """The bound of the reply's reasoning; None without a budget, or if it is ignored.
-
-    Raises:
-        InvalidInputError: the budget cannot be kept, and its dialect does not ignore it.
-    """
-    budget = question.thinking
-    if budget is None:
-        return None
-    try:
-        if question.required_functions:
-            raise InvalidInputError(f"{budget.field} must be left out where calls are required, got {budget.num_ids}")
-        return await context.run_in_text_thread(
-            lambda: ThinkingBound.of(budget.num_ids, renderer, params, name=budget.field)
-        )
-    except InvalidInputError:
-        if budget.note_ignored is None:
-            raise
-        budget.note_ignored([budget.field])
-        return None
 
 
 @dataclass(slots=True, kw_only=True)

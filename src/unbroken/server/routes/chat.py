@@ -27,7 +27,7 @@ from unbroken.server.http.bodies import BodyModel, Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
-from unbroken.server.questions import continue_prompt, find_bound, render_question
+from unbroken.server.questions import continue_prompt, render_question
 from unbroken.server.turns import (
     OpenTurn,
     Question,
@@ -208,7 +208,7 @@ async def _render_chat(body: ChatBody, request: Request) -> Response:
         structured_output=question.structured_output,
     )
     renderer, prompt = await render_question(context, question)
-    await find_bound(context, question, renderer, params)
+    await context.run_in_text_thread(lambda: question.bound_thinking(renderer, params))
     return json_response(
         {"model": context.config.model_name, "token_ids": prompt.token_ids, "features": format_features(prompt.images)}
     )
