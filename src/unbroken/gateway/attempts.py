@@ -178,7 +178,7 @@ class PendingTurn:
         async with aclosing(self._service.stream([self.request])) as chunks:
             async for _, chunk in chunks:
                 parts[chunk.index].append(chunk)
-                self._num_sampled[chunk.index] += len(chunk.completion_ids)
+                self._num_sampled[chunk.index] += chunk.num_sampled
                 if chunk.finish_reason is None:
                     self._add(chunk)
                     continue

@@ -327,6 +327,8 @@ def _count(prompt: Prompt, parsed: ParsedResponse, turn: TurnRecord) -> Counters
         counters.count(Event.TOLERANCE, tolerance)
     for failure in parsed.failures:
         counters.count(Event.PARSE_FAILURE, failure.status)
+    if turn.sequence.num_sampled < len(turn.sequence.completion_ids):
+        counters.count(Event.CLOSING, "thinking")
     return counters
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.records import StoredSession
 from unbroken.ledger.tree import StoredTree
-from unbroken.types import SampledSequence, TokenIds, TrainingSample
+from unbroken.types import NO_VERSION, SampledSequence, TokenIds, TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +152,14 @@ def _make_datum(sdk: Any, session_id: str, row: TrainingSample, tree: Mapping[st
             f"rows[{number}] must have no images, which the server samples with but does not train on"
         )
     runs = _find_runs(row, nodes)
-    if runs is None and any(node["origin"] == "sampled" and min(node["policy_versions"]) < 0 for node in nodes):
-        raise InvalidInputError(
-            f"rows[{number}] must have turns that were sampled whole, and session {session_id!r} has reasoning that "
-            "was closed by given ids: the API knows no such sequence"
-        )
     if runs is None:
         raise InvalidInputError(f"rows[{number}] is not a row of session {session_id!r}: its tree has no such path")
+    for run in runs:
+        if run.is_sampled and not row.sampled_mask[run.start : run.stop].all():
+            raise InvalidInputError(
+                f"rows[{number}] must have turns that were sampled whole, and the reasoning of node {run.node} of "
+                f"session {session_id!r} was closed by given ids: the API knows no such sequence"
+            )
     _check_sampling(row, runs, tree.get("turns", ()), number=number)
     arrays = {
         "target_tokens": row.token_ids[1:].astype(np.int64),
@@ -216,8 +217,9 @@ def _find_runs(row: TrainingSample, nodes: Sequence[Mapping[str, Any]]) -> list[
 def _has_run(row: TrainingSample, run: _Run, node: Mapping[str, Any]) -> bool:
     part, length = slice(run.start, run.stop), run.stop - run.start
     ids, logprobs = node["token_ids"][:length], node["rollout_logprobs"][:length]
-    is_same = np.array_equal(row.token_ids[part], ids) and bool((row.sampled_mask[part] == run.is_sampled).all())
-    return is_same and (not run.is_sampled or np.array_equal(row.rollout_logprobs[part], logprobs))
+    is_sampled = np.asarray(node["policy_versions"][:length]) != NO_VERSION
+    is_same = np.array_equal(row.token_ids[part], ids) and np.array_equal(row.sampled_mask[part], is_sampled)
+    return is_same and np.array_equal(row.rollout_logprobs[part][is_sampled], np.asarray(logprobs)[is_sampled])
 
 
 def _list_paths(nodes: Sequence[Mapping[str, Any]]) -> Iterable[list[tuple[int, int]]]:

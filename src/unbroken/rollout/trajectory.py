@@ -18,12 +18,12 @@ from unbroken.types import SampledSequence
 
 
 class SpanReward(NamedTuple):
-    """A reward for a part of a trajectory's completions."""
+    """A reward for a part of what a trajectory sampled."""
 
     start: int
     stop: int
-    """It is for the ids [start, stop) of the completions of all turns one after the other; those that were given inside
-    them count (`SampledSequence`)."""
+    """It is for the ids [start, stop) of all that were sampled, in the order of their turns; ids that were given inside
+    a turn do not count (`SampledSequence`)."""
     reward: float
 
 
@@ -145,10 +145,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != len(self.turns):
             raise InvariantError(f"turn_rewards has {len(self.turn_rewards)} entries for {len(self.turns)} turns")
-        if any(not 0 <= span.start < span.stop <= self.num_completion_ids for span in self.span_rewards):
-            raise InvariantError(
-                f"span_rewards must be of {self.num_completion_ids} completion ids, got {self.span_rewards}"
-            )
+        if any(not 0 <= span.start < span.stop <= self.num_sampled for span in self.span_rewards):
+            raise InvariantError(f"span_rewards must be of {self.num_sampled} sampled ids, got {self.span_rewards}")
         if self.times and len(self.times) != len(self.turns):
             raise InvariantError(f"times has {len(self.times)} entries for {len(self.turns)} turns")
 
@@ -156,11 +154,6 @@ class Trajectory:
     def num_sampled(self) -> int:
         """Number of ids sampled in all turns."""
         return self.tree.num_sampled
-
-    @property
-    def num_completion_ids(self) -> int:
-        """The same with ids that were given inside completions, as those that close reasoning which was too long."""
-        return sum(len(turn.sequence.completion_ids) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

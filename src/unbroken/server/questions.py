@@ -14,7 +14,6 @@ import numpy as np
 from starlette.requests import Request
 
 from unbroken.counters import Event
-from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ConstrainsCalls, Renderer, ToolCallStatus
 from unbroken.rollout.thinking import ThinkingBound
@@ -32,7 +31,6 @@ from unbroken.types import (
     SampledSequence,
     SampleRequest,
     SampleResult,
-    SamplingParams,
     StructuredOutput,
     TokenIds,
 )
@@ -231,7 +229,7 @@ async def continue_prompt(
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
-    bound = await _find_bound(context, question, renderer, params)
+    bound = await context.run_in_text_thread(lambda: question.bound_thinking(renderer, params))
     service: TurnService = context.service if bound is None else _BoundedService(context, bound)
     if question.required_functions and sampling.structured_output is None:
         service = InsistingService(context, question, renderer)
@@ -308,28 +306,26 @@ class InsistingService:
         return is_number_right and self._names.issuperset(names)
 
 
-async def _find_bound(
-    context: ServerContext, question: Question, renderer: Renderer, params: SamplingParams
-) -> ThinkingBound | None:
-    """The bound of the reply's reasoning; None without a budget, or if it is ignored.
+@dataclass(slots=True, kw_only=True)
+class _OpenPart:
+    """The second part of a completion while it is streamed."""
 
-    Raises:
-        InvalidInputError: the budget cannot be kept, and its dialect does not ignore it.
-    """
-    budget = question.thinking
-    if budget is None:
-        return None
-    try:
-        if question.required_functions:
-            raise InvalidInputError(f"{budget.field} must be left out where calls are required, got {budget.num_ids}")
-        return await context.run_in_text_thread(
-            lambda: ThinkingBound.of(budget.num_ids, renderer, params, name=budget.field)
-        )
-    except InvalidInputError:
-        if budget.note_ignored is None:
-            raise
-        budget.note_ignored([budget.field])
-        return None
+    index: int
+    first: SampledSequence
+    given_ids: TokenIds
+    request: SampleRequest
+    chunks: list[SampleChunk] = field(default_factory=list)
+
+    def add(self, chunk: SampleChunk) -> SampleChunk:
+        """The next chunk as one of the completion; the last one has the facts of the whole."""
+        chunk = replace(chunk, index=self.index)
+        self.chunks.append(chunk)
+        if chunk.finish_reason is None:
+            return chunk
+        temperature = self.request.params.temperature or 1.0
+        whole = self.first.then(self.given_ids, SampleChunk.join(self.chunks, temperature=temperature))
+        facts = {name: getattr(whole, name) for name in ("version_spans", "routed_experts", "queue_s")}
+        return replace(chunk, **facts)
 
 
 class _BoundedService:
@@ -342,64 +338,53 @@ class _BoundedService:
     async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Sample the request."""
         (request,) = requests
-        (result,) = await self._context.service.sample([self._bound.limit(request)])
-        sequences = []
-        for index, first in enumerate(result.sequences):
-            rest = await self._plan(request, first, index)
-            if rest is None:
-                sequences.append(first)
-                continue
-            (answer,) = await self._context.service.sample([rest[1]])
-            sequences.append(first.then(rest[0], answer.sequences[0]))
+        (result,) = await self._context.service.sample([self._bound.limit(request)], may_go_on=True)
+        rests = [await self._plan(request, first, index) for index, first in enumerate(result.sequences)]
+        later = [rest[1] for rest in rests if rest is not None]
+        answers = iter(await self._context.service.sample(later) if later else ())
+        sequences = [
+            first if rest is None else first.then(rest[0], next(answers).sequences[0])
+            for first, rest in zip(result.sequences, rests, strict=True)
+        ]
         return [replace(result, sequences=tuple(sequences))]
 
     async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
         """Sample the request, and yield the chunks of each completion's first part, then those of the others."""
         (request,) = requests
         parts: dict[int, list[SampleChunk]] = defaultdict(list)
-        async with aclosing(self._context.service.stream([self._bound.limit(request)])) as chunks:
+        async with aclosing(self._context.service.stream([self._bound.limit(request)], may_go_on=True)) as chunks:
             async for _, chunk in chunks:
                 parts[chunk.index].append(chunk)
                 if chunk.finish_reason is None:
                     yield 0, chunk
+        opened: list[_OpenPart] = []
         for index, of_first in sorted(parts.items()):
-            async with aclosing(self._stream_rest(request, index, of_first)) as rest:
-                async for chunk in rest:
-                    yield 0, chunk
-
-    async def _stream_rest(
-        self, request: SampleRequest, index: int, of_first: Sequence[SampleChunk]
-    ) -> AsyncGenerator[SampleChunk]:
-        """The last chunk of a completion's first part, what is given after it, and the chunks of the second."""
-        temperature = request.params.temperature or 1.0
-        first = SampleChunk.join(of_first, temperature=temperature)
-        rest = await self._plan(request, first, index)
-        if rest is None:
-            yield of_first[-1]
+            first = SampleChunk.join(of_first, temperature=request.params.temperature or 1.0)
+            rest = await self._plan(request, first, index)
+            if rest is None:
+                yield 0, of_first[-1]
+                continue
+            opened.append(_OpenPart(index=index, first=first, given_ids=rest[0], request=rest[1]))
+            yield 0, replace(of_first[-1], finish_reason=None, version_spans=(), routed_experts=None, queue_s=None)
+            if len(rest[0]):
+                nothing = np.full(len(rest[0]), np.nan, dtype=np.float32)
+                yield 0, SampleChunk(index=index, completion_ids=rest[0], rollout_logprobs=nothing)
+        if not opened:
             return
-        given_ids, later = rest
-        yield replace(of_first[-1], finish_reason=None, version_spans=(), routed_experts=None, queue_s=None)
-        if len(given_ids):
-            nothing = np.full(len(given_ids), np.nan, dtype=np.float32)
-            yield SampleChunk(index=index, completion_ids=given_ids, rollout_logprobs=nothing)
-        of_later: list[SampleChunk] = []
-        async with aclosing(self._context.service.stream([later])) as chunks:
-            async for _, chunk in chunks:
-                of_later.append(replace(chunk, index=index))
-                if chunk.finish_reason is None:
-                    yield of_later[-1]
-        whole = first.then(given_ids, SampleChunk.join(of_later, temperature=temperature))
-        facts = {name: getattr(whole, name) for name in ("version_spans", "routed_experts", "queue_s")}
-        yield replace(of_later[-1], **facts)
+        async with aclosing(self._context.service.stream([each.request for each in opened])) as later:
+            async for number, chunk in later:
+                yield 0, opened[number].add(chunk)
 
     async def _plan(
         self, request: SampleRequest, first: SampledSequence, index: int
     ) -> tuple[TokenIds, SampleRequest] | None:
-        """What follows the first part of a completion; closed reasoning is counted."""
+        """What follows the first part of a completion; closed reasoning is counted, and a cut that nothing follows."""
         length = self._context.service.engine.context_length
         rest = await self._context.run_in_text_thread(
             lambda: self._bound.plan_rest(request, first, context_length=length, index=index)
         )
+        if rest is None and first.finish_reason is FinishReason.LENGTH:
+            self._context.service.count_end(first.finish_reason)
         if rest is not None and len(rest[0]):
             self._context.metrics.events.count(Event.CLOSING, "thinking")
         return rest

@@ -257,8 +257,11 @@ class SamplingService:
         """The answer's arrays grow with the number: without a limit they could have gigabytes."""
         check_top_logprobs(number, maximum=min(self.limits.max_top_logprobs, self.engine.vocab_size))
 
-    async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+    async def sample(self, requests: Sequence[SampleRequest], *, may_go_on: bool = False) -> list[SampleResult]:
         """Sample the requests; results come in the same order, each with the prompt it was made for (I3).
+
+        `may_go_on` says that a completion which its `max_tokens` cuts may be the first part of a reply: it is not
+        counted as ended (`count_end`).
 
         Raises:
             HttpError: the queue is full.
@@ -275,11 +278,13 @@ class SamplingService:
             result.check_answers(request)
             _check_version(request, *result.sequences)
             for sequence in result.sequences:
-                self._count_ids(len(sequence.completion_ids), sequence.finish_reason)
+                self._count_ids(len(sequence.completion_ids), sequence.finish_reason, may_go_on=may_go_on)
         return results
 
-    async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
-        """Yield the engine's chunks as they arrive, with the index of their request. Raises as `sample` does.
+    async def stream(
+        self, requests: Sequence[SampleRequest], *, may_go_on: bool = False
+    ) -> AsyncGenerator[tuple[int, SampleChunk]]:
+        """Yield the engine's chunks as they arrive, with the index of their request. As `sample`.
 
         The engine checks its prompts itself (I3).
         """
@@ -288,7 +293,7 @@ class SamplingService:
             async with asyncio.timeout(self.limits.request_timeout_s), aclosing(merge_streams(streams)) as chunks:
                 async for index, chunk in chunks:
                     _check_version(requests[index], chunk)
-                    self._count_ids(len(chunk.completion_ids), chunk.finish_reason)
+                    self._count_ids(len(chunk.completion_ids), chunk.finish_reason, may_go_on=may_go_on)
                     yield index, chunk
 
     async def score(
@@ -332,12 +337,16 @@ class SamplingService:
             self.metrics.prompt_ids.inc(sum(len(request.prompt_ids) for request in requests))
             yield
 
-    def _count_ids(self, number: int, finish_reason: FinishReason | None) -> None:
-        self.metrics.sampled_ids.inc(number)
+    def count_end(self, finish_reason: FinishReason) -> None:
+        """Count a completion that has ended."""
         if finish_reason is FinishReason.LENGTH:
             self.metrics.events.count(Event.TRUNCATION, finish_reason)
-        if finish_reason is not None:
-            self.metrics.finished.labels(finish_reason=finish_reason.value).inc()
+        self.metrics.finished.labels(finish_reason=finish_reason.value).inc()
+
+    def _count_ids(self, number: int, finish_reason: FinishReason | None, *, may_go_on: bool) -> None:
+        self.metrics.sampled_ids.inc(number)
+        if finish_reason is not None and not (may_go_on and finish_reason is FinishReason.LENGTH):
+            self.count_end(finish_reason)
 
 
 def _check_version(request: SampleRequest, *sampled: SampledSequence | SampleChunk) -> None:

@@ -18,13 +18,15 @@ from typing import Any, Protocol
 from starlette.requests import Request
 
 from unbroken.counters import Counters
+from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.rollout.thinking import ThinkingBound
 from unbroken.server.policies import Policy
 from unbroken.server.wire.openai import SamplingFields, choose_max_tokens
 from unbroken.server.wire.reply import ReplyReader, WholeReply
-from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
+from unbroken.types import SampleChunk, SampleRequest, SampleResult, SamplingParams, StructuredOutput
 
 SESSION_HEADER = "X-Session-ID"
 """Names the conversation that a request belongs to, as vLLM's clients give it."""
@@ -97,6 +99,27 @@ class Question:
         if self.max_tokens is None:
             return fitting
         return min(self.max_tokens, fitting) if self.caps_max_tokens else self.max_tokens
+
+    def bound_thinking(self, renderer: Renderer, params: SamplingParams) -> ThinkingBound | None:
+        """The bound of the reply's reasoning; None without a budget, or if it is ignored. Blocks.
+
+        Raises:
+            InvalidInputError: the budget cannot be kept, and its dialect does not ignore it.
+        """
+        budget = self.thinking
+        if budget is None:
+            return None
+        try:
+            if self.required_functions:
+                raise InvalidInputError(
+                    f"{budget.field} must be left out where calls are required, got {budget.num_ids}"
+                )
+            return ThinkingBound.of(budget.num_ids, renderer, params, name=budget.field)
+        except InvalidInputError:
+            if budget.note_ignored is None:
+                raise
+            budget.note_ignored([budget.field])
+            return None
 
 
 class OpenTurn(Protocol):

@@ -228,6 +228,13 @@ class ProvenanceCheck:
             claimed = f"{claim.length} from {claim.offset}"
             self._refuse(f"{span.name}: {recorded} {len(source)} positions, and the span claims {claimed}")
             return None
+        if span.is_sampled and not (is_sampled := sequence.sampled.sampled_mask[span.source]).all():
+            # A turn of a gateway: ids that closed its reasoning have no logprob, and nothing may train them.
+            first = claim.offset + int(is_sampled.argmin())
+            self._refuse(
+                f"{span.name}: {recorded} an id at {first} that was given, not sampled, to close its reasoning"
+            )
+            return None
         if ids is None:
             return sequence
         given = ids[span.place]

@@ -263,6 +263,11 @@ class SampleChunk:
         _check_top_logprobs(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
         _check_kept(self.kept_ids, self.completion_ids, of="completion_ids of a chunk")
 
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled ids; those that were given have no logprob."""
+        return int(np.count_nonzero(~np.isnan(self.rollout_logprobs)))
+
     @staticmethod
     def aborted(index: int) -> SampleChunk:
         """The last chunk of a completion that was aborted before its first id."""

@@ -13,7 +13,7 @@ from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
 from support.gateways import CALL, CHAT, USER, ask, result, running_gateway, scripted
 from support.recorded_sessions import recording_gateway
-from support.servers import listening
+from support.servers import encode, listening, scripted_engine
 from unbroken import AsyncClient
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.tinker import make_data, name_sequence, split_sequence_name
@@ -139,6 +139,57 @@ async def test_a_server_proves_the_turns_of_a_gateways_store(tmp_path):
     store = TinkerStore(tmp_path / "store")
     with pytest.raises(InvalidInputError, match="this server has sampled no sequence"):
         check(data)
+    store.close()
+
+
+async def test_ids_that_closed_the_reasoning_of_a_turn_are_no_sampled_ids_to_the_api(tmp_path):
+    """A session of two turns, the first of which was closed; a span may claim its sampled ids alone."""
+    end = encode("\n</think>\n\n")
+
+    def reply(prompt_ids):
+        is_closed = prompt_ids[-len(end) :].tolist() == end
+        return encode("42<|im_end|>") if is_closed else encode("<think>\nlet me see and so on")
+
+    async with running_gateway(scripted_engine(reply), tmp_path / "sessions") as gateway:
+        created, other = await gateway.create(), await gateway.create()
+        await ask(gateway.agent(created), [USER], thinking_token_budget=4)
+        await ask(gateway.agent(other), [USER], max_tokens=4)
+        session_id = created["session_id"]
+        (row,), tree = await read_session(gateway, created)
+        (plain,), plain_tree = await read_session(gateway, other)
+    with pytest.raises(InvalidInputError, match=r"rows\[0\] must have turns that were sampled whole, .* of node 1 of"):
+        make_data(session_id, [row], tree)
+    with pytest.raises(InvalidInputError, match=r"rows\[0\] is not a row of session"):
+        make_data(session_id, [replace(plain, token_ids=plain.token_ids + 1)], tree)
+    check_data(make_data(other["session_id"], [plain], plain_tree), [plain], plain_tree, other["session_id"])
+
+    store = TinkerStore(tmp_path / "store", sessions=str(tmp_path / "sessions"))
+    first = int(row.sampled_mask.argmax())
+    num_ids = len(row.token_ids)
+    arrays = {
+        "target_tokens": row.token_ids[1:].astype(np.int64),
+        "logprobs": np.nan_to_num(row.rollout_logprobs[1:]),
+        "advantages": row.loss_mask[1:].astype(np.float32),
+    }
+    name = name_sequence(session_id, 1)
+
+    def spans(start):
+        given = tinker.PromptProvenanceSpan(sequence_id=name, offset=start, length=first - start)
+        return [given, tinker.SampledProvenanceSpan(sequence_id=name, offset=0, length=num_ids - first - 1 + start)]
+
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(row.token_ids[:-1].tolist()),
+        loss_fn_inputs={key: tinker.TensorData.from_numpy(array) for key, array in arrays.items()},
+    ).with_provenance(model_input=spans(0), loss_fn_inputs=spans(1))
+    body = ForwardBackwardInput(data=[datum], loss_fn="stable_reinforce")
+    request = ForwardBackwardRequest(model_id="a", seq_id=1, forward_backward_input=body)
+    claimed = read_data(forward_backward_request_to_proto(request), vocab_size=10**6, context_length=10**6)
+    run = SimpleNamespace(owner="key", model_id="a", version=3)
+    with pytest.raises(InvalidInputError, match="have an id at 4 that was given, not sampled, to close its reasoning"):
+        ProvenanceCheck(store, ProvenancePolicy.REFUSE, run, loss="stable_reinforce").check(claimed)
+    (counted,), metrics = ProvenanceCheck(store, ProvenancePolicy.COUNT, run, loss="stable_reinforce").check(claimed)
+    assert metrics["provenance_false_spans:sum"] > 0
+    assert not counted.inputs["sampled"].any()
     store.close()
 
 

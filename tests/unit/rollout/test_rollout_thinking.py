@@ -1,6 +1,7 @@
 """Bounded thinking: reasoning that is open after N sampled ids is closed by given ids, and the turn goes on."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from support.scripted_env import ScriptedEnv
 from support.templates import CHATML, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import EngineError, InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import BridgeKind
 from unbroken.rendering.base import HistoryEffect
@@ -19,7 +20,8 @@ from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.env import Continue
 from unbroken.rollout.limits import Limit, Limits
-from unbroken.types import FinishReason, SamplingParams
+from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.types import FinishReason, SampledSequence, SamplingParams
 from unbroken.weights.sources import TensorSource
 
 CLOSE = "\n</think>\n\n"
@@ -161,6 +163,47 @@ def test_weights_that_change_between_the_parts_are_in_the_versions():
     spans = [(span.start, span.stop, span.policy_version) for span in turn.sequence.version_spans]
     assert spans == [(0, n, 0), (n + given, len(turn.sequence.completion_ids), 1)]
     assert trajectory.tree.sampled_versions == (0, 1)
+
+
+@pytest.mark.parametrize("what", ["fails", "is aborted"])
+def test_a_turn_whose_second_part_fails_or_is_aborted_is_no_turn(what):
+    renderer = make_renderer()
+    thought = "<think>\nlet me see"
+    scripted = Scripted(renderer, thought, "42<|im_end|>")
+
+    class Broken(ScriptedEngine):
+        async def sample(self, request):
+            result = await super().sample(request)
+            if len(self.requests) == 1:
+                return result
+            if what == "fails":
+                raise EngineError("no engine")
+            return replace(result, sequences=(SampledSequence.aborted(request.params),))
+
+    scripted.engine.__class__ = Broken
+    trajectory = scripted.play(len(encode(renderer, thought)))
+
+    expected = TrajectoryStatus.FAILED if what == "fails" else TrajectoryStatus.ABORTED
+    assert (trajectory.status, trajectory.turns, trajectory.num_sampled) == (expected, (), 0)
+
+
+def test_a_budget_of_one_id_closes_reasoning_as_soon_as_it_begins():
+    renderer = make_renderer()
+    (turn,) = Scripted(renderer, "<think>", "42<|im_end|>").play(1).turns
+    assert (turn.parsed.reasoning or "", turn.parsed.content) == ("", "42")
+    assert turn.sequence.sampled_mask[:2].tolist() == [True, False]
+
+
+def test_a_turn_may_be_cut_within_a_letter_of_its_reasoning():
+    renderer = make_renderer()
+    ids = encode(renderer, "<think>\nhm 漢")
+    scripted = Scripted(renderer, "", "42<|im_end|>")
+    scripted.engine = ScriptedEngine([ids, encode(renderer, "42<|im_end|>")], vocab_size=5000, context_length=2000)
+
+    (turn,) = scripted.play(len(ids) - 1).turns
+
+    assert turn.sequence.completion_ids[: len(ids) - 1].tolist() == ids[:-1]
+    assert (turn.parsed.content, turn.parsed.reasoning) == ("42", "hm \N{REPLACEMENT CHARACTER}")
 
 
 def test_a_turn_that_may_not_be_longer_is_cut_in_its_reasoning_as_without_a_bound():

@@ -746,7 +746,8 @@ RULES: tuple[_Rule, ...] = (
         topic=Topic.LEARNING,
         find=_find_cut,
         when="at least 90 % of the rollouts of five steps are cut by a limit of tokens, and the reward does not rise",
-        advice="raise --rollouts.sampling.max-tokens, ask for shorter answers in the prompt, or see that the "
+        advice="raise --rollouts.sampling.max-tokens, close reasoning that is too long "
+        "(--rollouts.limits.thinking-tokens), ask for shorter answers in the prompt, or see that the "
         "model ends its "
         "turns (`unbroken audit MODEL`)",
     ),

@@ -136,7 +136,7 @@ class _RewardFunction:
         for retry in range(self._config.max_retries + 1):
             try:
                 returned = await self._call(problem, trajectories, place)
-                return _check_returned(returned, [each.num_completion_ids for each in trajectories], place)
+                return _check_returned(returned, [each.num_sampled for each in trajectories], place)
             except _ConnectionFailedError as error:
                 if retry == self._config.max_retries:
                     tries = f", {retry + 1} times in all (max_retries is {retry})" if retry else ""
@@ -220,7 +220,7 @@ class Rewards:
 
     def _list_spans(self, trajectory: Trajectory, given: Mapping[str, _Known]) -> tuple[SpanReward, ...]:
         """All that a trajectory is rewarded for, with weights, but for its turns: a number is for all ids."""
-        num_ids = trajectory.num_completion_ids
+        num_ids = trajectory.num_sampled
         sources: list[tuple[float, _Known]] = [(self._weights[name], value) for name, value in given.items()]
         if self._add_to_own:
             assert trajectory.reward is not None, "those that can be trained on have a reward"
@@ -260,11 +260,15 @@ def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str
         "prompts": [problem.prompt] * size,
         "completions": completions,
         "messages": conversations,
-        "completion_ids": [
-            [int(i) for turn in trajectory.turns for i in turn.sequence.completion_ids] for trajectory in trajectories
-        ],
+        "completion_ids": [_list_sampled(trajectory) for trajectory in trajectories],
         "statuses": [trajectory.status.value for trajectory in trajectories],
     }
+
+
+def _list_sampled(trajectory: Trajectory) -> list[int]:
+    """The ids that rewards have places in: those given to close reasoning are left out, as nothing can reward them."""
+    sequences = [turn.sequence for turn in trajectory.turns]
+    return [i for each in sequences for i in each.completion_ids[each.sampled_mask].tolist()]
 
 
 def _count_prompt_messages(problem: Problem, messages: Sequence[Message]) -> int:

@@ -122,6 +122,8 @@ class ChatBody(OpenAIFields):
                 param="thinking_token_budget",
             )
         if self.thinking_token_budget is not None:
+            if self.reasoning is not None and self.reasoning.max_tokens is not None:
+                note_ignored(request, ["reasoning.max_tokens"])
             return ThinkingBudget(field="thinking_token_budget", num_ids=self.thinking_token_budget)
         if self.reasoning is None or self.reasoning.max_tokens is None:
             return None
@@ -199,8 +201,14 @@ async def _render_chat(body: ChatBody, request: Request) -> Response:
     context = get_context(request)
     question = await _read_question(context, request, body)
     most = 1 if question.max_tokens is None else question.max_tokens
-    body.to_params(end_ids=(), max_tokens=most, num_top_logprobs=question.num_top_logprobs)
-    _, prompt = await render_question(context, question)
+    params = body.to_params(
+        end_ids=(),
+        max_tokens=most,
+        num_top_logprobs=question.num_top_logprobs,
+        structured_output=question.structured_output,
+    )
+    renderer, prompt = await render_question(context, question)
+    await context.run_in_text_thread(lambda: question.bound_thinking(renderer, params))
     return json_response(
         {"model": context.config.model_name, "token_ids": prompt.token_ids, "features": format_features(prompt.images)}
     )

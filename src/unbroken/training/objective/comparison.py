@@ -111,7 +111,7 @@ class _PlacedRewards(NamedTuple):
 
 def place_rewards(member: Trajectory, reward: float) -> _PlacedRewards:
     """The rewards of a member's turns, or of its spans; what remains of its `reward` belongs to the last id."""
-    ends = np.cumsum([len(turn.sequence.completion_ids) for turn in member.turns], dtype=np.int64)
+    ends = np.cumsum([turn.sequence.num_sampled for turn in member.turns], dtype=np.int64)
     if member.span_rewards:
         return _place_spans(member, ends.tolist(), lost=reward - (member.reward or 0.0))
     rewards = np.array(member.turn_rewards or [0.0] * len(member.turns), dtype=np.float64)

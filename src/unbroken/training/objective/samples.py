@@ -142,7 +142,7 @@ class RowPolicy:
     def _score_failed(self, member: Trajectory, *, has_spans: bool) -> Trajectory:
         """Beside spans the reward is for all ids, as every number there; otherwise each turn would have a 0 too."""
         spans: tuple[SpanReward, ...] = ()
-        if has_spans and (num_ids := member.num_completion_ids):
+        if has_spans and (num_ids := member.num_sampled):
             spans = (SpanReward(0, num_ids, self.failed_reward - sum(member.turn_rewards)),)
         return replace(member, reward=self.failed_reward, span_rewards=spans)
 
@@ -299,11 +299,15 @@ def get_rewards(
 def _split(
     member: Trajectory, reward: float, advantages: float | NDArray[np.float64]
 ) -> dict[int, NDArray[np.float64]]:
-    """The advantages of a member's turns or spans as those of the ids of each sampled node."""
+    """The advantages of a member's turns or spans as those of the ids of each sampled node; of given ones 0."""
     if not member.turns:
         return {}
-    ends = np.cumsum([len(turn.sequence.completion_ids) for turn in member.turns], dtype=np.int64)
-    by_id = place_rewards(member, reward).spread(np.asarray(advantages), int(ends[-1]))
+    # Rewards stand at sampled ids, counted over all turns; a completion may have given ids between them.
+    masks = [turn.sequence.sampled_mask for turn in member.turns]
+    is_sampled = np.concatenate(masks)
+    by_id = np.zeros(len(is_sampled))
+    by_id[is_sampled] = place_rewards(member, reward).spread(np.asarray(advantages), int(is_sampled.sum()))
+    ends = np.cumsum([len(mask) for mask in masks])
     return {turn.end.node: ids for turn, ids in zip(member.turns, np.split(by_id, ends[:-1]), strict=True)}
 
 

@@ -17,7 +17,7 @@ from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
-from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.types import token_ids
@@ -318,27 +318,6 @@ async def test_places_of_spans_may_be_integers_of_numpy(tmp_path):
     assert {type(place) for member in scored.trajectories for place in member.span_rewards[0][:2]} == {int}
 
 
-async def test_places_are_those_of_all_ids_that_a_function_gets_also_if_some_were_given(tmp_path):
-    """As those that close reasoning which was too long."""
-    (tmp_path / "rewards.py").write_text(
-        "def each(completion_ids): return [list(range(len(ids))) for ids in completion_ids]\n"
-        "def whole(completion_ids): return [[(0, len(ids), 1.0)] for ids in completion_ids]\n"
-    )
-    group = await group_of("a", "b")
-    joined = sampled(1, 2).then(token_ids([8, 9]), sampled(5))
-    members = []
-    for member in group.trajectories:
-        tree = TokenTree()
-        start = tree.add_given([3], Origin.PROMPT, parent=None)
-        end = tree.add_sampled(joined, parent=start)
-        turn = replace(member.turns[0], sequence=joined, prompt_end=start, end=end)
-        members.append(replace(member, tree=tree, turns=(turn,)))
-    configs = [RewardConfig(function=tmp_path / f"rewards.py:{name}") for name in ("each", "whole")]
-    scored = await Rewards(configs, ()).score(problem(), replace(group, trajectories=tuple(members)))
-    assert scored.rewards == (11.0, 11.0)
-    assert scored.trajectories[0].span_rewards[-2:] == ((0, 5, 1.0), (4, 5, 4.0))
-
-
 async def test_a_part_of_an_environment_is_not_taken_for_the_function_of_its_name(tmp_path):
     (tmp_path / "rewards.py").write_text("def correct(completions): return [None, 1.0]")
     rewards = Rewards([RewardConfig(function=tmp_path / "rewards.py:correct")], (), add_to_own=True)
@@ -349,6 +328,23 @@ async def test_a_part_of_an_environment_is_not_taken_for_the_function_of_its_nam
         {"tools": 2.0, "environment": 0.0},
         {"tools": 2.0, "environment": 0.0, "correct": 1.0},
     ]
+
+
+async def test_ids_that_were_given_inside_a_turn_have_no_place(tmp_path):
+    """ "abc" is four ids; two of another turn's four were sampled before ids that closed its reasoning."""
+    (member, other) = (await group_of("abc", "abc")).trajectories
+    (turn,) = member.turns
+    first, second = (sampled(*turn.sequence.completion_ids[part].tolist()) for part in (slice(0, 2), slice(2, 4)))
+    sequence, tree = first.then(token_ids([8, 9, 7]), second), TokenTree()
+    start = tree.add_given([5, 6], Origin.PROMPT, parent=None)
+    closed = replace(turn, prompt_end=start, end=tree.add_sampled(sequence, parent=start), sequence=sequence)
+    member = replace(member, tree=tree, turns=(closed,))
+    rewards = rewards_of(
+        tmp_path, "def ids(completion_ids): return [[float(i) for i in k] for k in completion_ids]", "ids"
+    )
+    scored = await rewards.score(problem(), TrajectoryGroup(group_id="g", trajectories=(member, other)))
+    assert scored.trajectories[0].span_rewards == scored.trajectories[1].span_rewards
+    assert [span.stop for span in scored.trajectories[0].span_rewards] == [1, 2, 3, 4]
 
 
 async def test_numbers_alone_leave_no_spans(tmp_path):

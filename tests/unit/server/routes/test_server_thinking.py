@@ -1,5 +1,7 @@
 """A budget of reasoning, in each dialect that has one: its end is given, and the reply goes on."""
 
+import asyncio
+
 import pytest
 
 from support.servers import asgi_client, encode, joined_stream, make_app, scripted_engine
@@ -95,9 +97,10 @@ async def test_each_of_n_replies_is_bounded():
 )
 async def test_a_budget_that_cannot_be_kept_is_refused_by_name(more, why):
     async with asgi_client(make_app(make_engine())) as client:
-        answer = await client.post(CHAT, json={"messages": USER, "thinking_token_budget": 5, **more})
-    assert answer.status_code == 400
-    assert why in answer.json()["error"]["message"]
+        for path in (CHAT, f"{CHAT}/render"):
+            answer = await client.post(path, json={"messages": USER, "thinking_token_budget": 5, **more})
+            assert answer.status_code == 400
+            assert why in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,54 @@ async def test_a_budget_that_agents_always_send_is_ignored_by_name_where_it_cann
         answer = await client.post(path, json={**body, **more})
     assert answer.status_code == 200
     assert answer.headers["x-unbroken-ignored"] == field
+
+
+async def test_of_two_budgets_the_one_that_must_be_kept_counts_and_the_other_is_named():
+    body = {"messages": USER, "thinking_token_budget": N, "reasoning": {"max_tokens": 3}}
+    async with asgi_client(make_app(make_engine())) as client:
+        answer = await client.post(CHAT, json=body)
+    assert answer.json()["choices"][0]["policy_versions"][0] == [0, N, 0]
+    assert answer.headers["x-unbroken-ignored"] == "reasoning.max_tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_ends_once_and_its_first_part_is_no_truncation(stream):
+    async with asgi_client(make_app(make_engine())) as client:
+        for more in ({}, {"max_tokens": N}):
+            await client.post(CHAT, json={"messages": USER, "thinking_token_budget": N, "stream": stream, **more})
+        text = (await client.get("/metrics")).text
+    assert 'unbroken_events_total{event="truncations/length"} 1.0' in text
+    ends = [line for line in text.splitlines() if "finish_reason=" in line and "_total" in line]
+    assert sorted(line.partition("finish_reason=")[2] for line in ends) == ['"length"} 1.0', '"stop"} 1.0']
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_second_parts_of_n_replies_are_sampled_together(stream):
+    """Three replies; the first of them to go on waits for the others."""
+    engine, both = make_engine(), asyncio.Event()
+    sample, begun = engine.sample, []
+
+    async def wait_for_all(request):
+        if request.prompt_ids[-len(CLOSE) :].tolist() == CLOSE:
+            begun.append(request.params.seed)
+            if len(begun) == 3:
+                both.set()
+            await asyncio.wait_for(both.wait(), 5)
+        return await sample(request)
+
+    class Waiting:
+        """The engine, without streams of its own."""
+
+        def __getattr__(self, name):
+            if name == "stream":
+                raise AttributeError(name)
+            return wait_for_all if name == "sample" else getattr(engine, name)
+
+    body = {"messages": USER, "thinking_token_budget": N, "n": 3, "seed": 7, "stream": stream}
+    async with asgi_client(make_app(Waiting())) as client:
+        answer = await client.post(CHAT, json=body)
+    assert answer.status_code == 200
+    assert len(set(begun)) == 3
 
 
 async def test_closed_replies_are_counted():

@@ -132,7 +132,7 @@ async def test_a_teacher_alone_trains_on_groups_of_equal_rewards_and_without_any
     assert counters.total("dropped_rows") == 0
     (unit,) = units
     assert not unit.rows[0].advantages.any()
-    assert not trainer.can_lack_variance
+    assert not trainer.objective.can_lack_variance(trainer.config)
 
 
 def test_a_teacher_is_refused_where_it_could_not_be_exact():

@@ -30,7 +30,7 @@ from unbroken.training.loss_config import FailedRows, OverlongConfig
 from unbroken.training.objective.advantages import TurnAdvantages, turn_grpo, turn_returns
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import RowPolicy, build_trajectories
-from unbroken.types import SamplingParams
+from unbroken.types import SamplingParams, token_ids
 
 members = st.lists(
     st.lists(st.floats(-4, 4).map(lambda x: round(x, 3)), min_size=1, max_size=4), min_size=2, max_size=5
@@ -263,6 +263,28 @@ def test_the_reward_of_failures_is_one_number_beside_siblings_with_spans():
     found = [unit.rows[0].advantages[unit.rows[0].loss_mask] for unit in units]
     low, high = -1 / math.sqrt(2), math.sqrt(2)
     np.testing.assert_allclose(found, [[high + low] * 2 + [low] * 4, [low] * 6], rtol=1e-6)
+
+
+def test_spans_count_the_sampled_ids_alone_where_others_were_given_inside_a_turn():
+    """Sampled 10 11, given 8 9, sampled 12; then the second turn 13 14. Places 2 and 3 are the ids 12 and 13."""
+
+    def closed(*spans: tuple[int, int, float]) -> Trajectory:
+        tree, turns, end = TokenTree(), [], None
+        parts = [sampled(10, 11).then(token_ids([8, 9]), sampled(12)), sampled(13, 14)]
+        for sequence in parts:
+            start = tree.add_given([5, 6], Origin.PROMPT if end is None else Origin.BRIDGE, parent=end)
+            end = tree.add_sampled(sequence, parent=start)
+            turns.append(replace(played(0, reward=0).turns[0], prompt_end=start, end=end, sequence=sequence))
+        rewards = tuple(SpanReward(*span) for span in spans)
+        reward = sum(span.reward for span in rewards)
+        return replace(trajectory(reward), tree=tree, turns=tuple(turns), span_rewards=rewards)
+
+    one, other = closed((2, 3, 1.0), (3, 4, -1.0)), closed((2, 3, 0.0), (3, 4, 0.0))
+    assert of_ids([one, other], TurnAdvantages(turn_returns)) == [[0, 0, 0, -0.5, 0], [0, 0, 0, 0.5, 0]]
+    by_turn = [replace(one, span_rewards=(), turn_rewards=(1.0, -1.0)), replace(other, span_rewards=())]
+    assert of_ids(by_turn, TurnAdvantages(turn_returns)) == [[0, 0, 0, -0.5, -0.5], [0, 0, 0, 0.5, 0.5]]
+    (row, _) = build_samples([group(one, other)], TurnAdvantages(turn_returns), Counters())
+    assert row.advantages[~row.sampled_mask].tolist() == [0] * 6
 
 
 def test_spans_must_lie_in_what_was_sampled():
