@@ -14,7 +14,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
@@ -551,6 +551,8 @@ class RunConfig:
             self._check_exact()
         self._check_objective()
 
+    # Final: the configuration of a recipe that had a method of the same name would leave the check out.
+    @final
     def _check_parts(self) -> None:
         """Raise `InvalidInputError` for settings of two parts that do not go together."""
         if self.trainer.dpo is not None and self.algorithm is not Algorithm.ONLINE_DPO:
@@ -570,6 +572,7 @@ class RunConfig:
                 f"{self.warm_start.steps}"
             )
 
+    @final
     def _check_teacher(self) -> None:
         """Raise `InvalidInputError` for a teacher that is missing, or cannot score what the run samples."""
         if self.teacher is None:
@@ -604,6 +607,7 @@ class RunConfig:
             if is_refused:
                 raise InvalidInputError(f"{name} must be {rule}, got {attrgetter(name)(self)}")
 
+    @final
     def _check_lora(self) -> None:
         """Raise `InvalidInputError` for what only adapters have, where there are none."""
         if self.lora is not None:
@@ -618,6 +622,7 @@ class RunConfig:
         if self.trainer.lora_updates is LoraUpdates.ADAPTER:
             raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter")
 
+    @final
     def _check_objective(self) -> None:
         """Raise `InvalidInputError` for what the objective cannot use; loads torch."""
         objective = self.objective
@@ -641,6 +646,7 @@ class RunConfig:
                 "distillation none)"
             )
 
+    @final
     def _check_exact(self) -> None:
         is_rounded, engine = self.precision is Precision.BFLOAT16, self.engine
         refused = {

@@ -13,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from unbroken.client import AsyncClient
-from unbroken.engines.http import HttpEngine
 from unbroken.errors import (
     EngineError,
     InvalidInputError,
@@ -44,6 +42,9 @@ from unbroken.training.model.pretrained import ADAPTER_CONFIG
 from unbroken.training.teachers import Teachers, TeacherTask
 from unbroken.types import Logprobs, ScoredSequence, TokenIds, TrainingSample, token_ids
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
+
+if TYPE_CHECKING:
+    from unbroken.engines.http import HttpEngine
 
 _logger = logging.getLogger(__name__)
 _NUM_AT_ONCE = 32
@@ -202,6 +203,10 @@ class _ServedTeacher:
     def open(cls, url: str, config: RunConfig, tokenizer: Any) -> _ServedTeacher:
         """Connect to a server, and compare its tokenizer; raises as `open_teachers`."""
         assert config.teacher is not None, "it has the server"
+        try:
+            from unbroken.engines.http import HttpEngine
+        except ImportError as error:
+            raise missing_extra(error, f"the teacher at {url} needs the client extra", "client") from error
         key = read_key(config.teacher.api_key_file, field="teacher.api_key_file")
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
@@ -260,6 +265,8 @@ class _ServedTeacher:
 
 async def _compare_tokenizer(url: str, api_key: str | None, tokenizer: Any, context_length: int) -> None:
     """Raise `InvalidInputError` unless a server makes the policy's ids of the texts of all of the policy's tokens."""
+    from unbroken.client import AsyncClient  # of the client extra, which whoever calls this has
+
     codec = TextCodec(tokenizer)
     texts = [codec.decode([token_id]) for token_id in sorted(tokenizer.get_vocab().values())]
     size = max(1, min(_NUM_COMPARED, context_length // 8))  # the texts of some tokens become several

@@ -46,7 +46,7 @@ ABOVE = "must be a field of the recipe, and {} is one at the top of the file: mo
 MISTAKES = {
     "no TOML": ("model = ", [], "must be a TOML file"),
     "no field": (TASK.replace("rewards", "rewrds"), [], "did you mean rewards?"),
-    "no option": (TASK, ["--trainer.optimiser.lr", "1"], "did you mean --trainer.optimizer.learning-rate?"),
+    "no option": (TASK, ["--trainer.optimiser.lr", "1"], "did you mean --trainer.optimizer.learning-rate"),
     "a value": (TASK, ["--loop.num-steps", "x"], "--loop.num-steps must be a valid integer, got 'x'"),
     "no algorithm": (TASK, ["--algorithm", "grop"], "--algorithm must be 'grpo', 'dr_grpo'"),
     "no tracker": (TASK, ["--trackers.names", "swanlab"], "swanlab is not installed"),

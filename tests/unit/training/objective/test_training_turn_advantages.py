@@ -288,5 +288,5 @@ def test_spans_count_the_sampled_ids_alone_where_others_were_given_inside_a_turn
 
 
 def test_spans_must_lie_in_what_was_sampled():
-    with pytest.raises(InvariantError, match="span_rewards must be of 6 completion ids"):
+    with pytest.raises(InvariantError, match="span_rewards must be of 6 sampled ids"):
         said((0, 7, 1.0))
