@@ -56,16 +56,19 @@ class RunProgress:
                 parts.append(f"{name} {count}")
         if metrics.get("train/num_rows") == 0:
             parts.append("nothing to train on")
-        now = time.monotonic()
         if step == num_supervised:
             self._began_s, self.num_shown = 0.0, 0
-        self._began_s = self._began_s or now - (metrics.get("seconds/step") or 0.0)
+        self._began_s = self._began_s or time.monotonic() - (metrics.get("seconds/step") or 0.0)
         self.num_shown += 1
-        is_warm_start = step < num_supervised < num_steps
-        if left := (num_supervised if is_warm_start else num_steps) - step - 1:
-            seconds = round((now - self._began_s) / self.num_shown * left)
-            parts.append(f"left {timedelta(seconds=seconds)}{' of the warm start' if is_warm_start else ''}")
+        parts += self._estimate_left(step, num_steps=num_steps, num_supervised=num_supervised)
         self.console.print(f"step {step} ({step + 1} of {num_steps})  {'  '.join(parts)}", soft_wrap=True)
+
+    def _estimate_left(self, step: int, *, num_steps: int, num_supervised: int) -> Sequence[str]:
+        """The time that the other steps of the same kind take, in words; nothing for none."""
+        is_warm_start = step < num_supervised < num_steps
+        num_left = (num_supervised if is_warm_start else num_steps) - step - 1
+        seconds = round((time.monotonic() - self._began_s) / self.num_shown * num_left)
+        return [f"left {timedelta(seconds=seconds)}{' of the warm start' if is_warm_start else ''}"] if num_left else []
 
     def show_end(self, output: Path, *, model: Path) -> None:
         """Say where the trained model is, and how to look at the run."""

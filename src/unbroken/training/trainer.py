@@ -412,22 +412,21 @@ class Trainer:
         scored, idle = self._score_units(units), self._count_idle_tokens(units)
         made: list[_Minibatch] = []
         for _ in range(self._config.num_iterations):
-            dealt = [
-                (
-                    [scored[number] for number in numbers if number < len(scored)],
-                    [idle[number - len(scored)] for number in numbers if number >= len(scored)],
-                )
-                for numbers in self._deal_out(scored, idle)
-            ]
-            sizes = [self._agree_on_size(units, of_idle) for units, of_idle in dealt]
+            minibatches = list(self._make_trained(scored, idle))
             # Of few units some minibatches have none and make no update. Rows dealt out to those would not be trained.
-            sized = [(units, size) for (units, _), size in zip(dealt, sizes, strict=True) if size is not None]
-            parts = [None if supervised is None else supervised[k :: len(sized)] for k in range(len(sized))]
-            made += [
-                _Minibatch(units=units, size=size, supervised=part)
-                for (units, size), part in zip(sized, parts, strict=True)
-            ]
+            if supervised is not None:
+                parts = [supervised[k :: len(minibatches)] for k in range(len(minibatches))]
+                minibatches = [replace(each, supervised=part) for each, part in zip(minibatches, parts, strict=True)]
+            made += minibatches
         return made
+
+    def _make_trained(self, scored: Sequence[Sequence[ScoredRow]], idle: Sequence[int]) -> Iterator[_Minibatch]:
+        """The minibatches of an iteration of which any process has rows to train."""
+        for numbers in self._deal_out(scored, idle):
+            units = [scored[number] for number in numbers if number < len(scored)]
+            of_idle = [idle[number - len(scored)] for number in numbers if number >= len(scored)]
+            if (size := self._agree_on_size(units, of_idle)) is not None:
+                yield _Minibatch(units=units, size=size)
 
     def _count_idle_tokens(self, units: Sequence[Any]) -> list[int]:
         """The loss tokens of each unit without gradient, if these count in the divisor of the loss."""

@@ -168,7 +168,12 @@ def test_settings_that_do_nothing_or_do_not_fit_are_refused(model, tmp_path, set
     data = write(tmp_path / "talks.jsonl", [talk(0)])
     with pytest.raises(InvalidInputError, match=words):
         unbroken.fit(
-            model, [{"prompt": "1?"}], parity, steps=6, output=tmp_path, warm_start={"data": str(data), **settings}
+            model,
+            [{"prompt": "1?"}],
+            parity,
+            steps=6,
+            output=tmp_path / "run",
+            warm_start={"data": str(data), **settings},
         )
 
 
@@ -176,4 +181,4 @@ def test_a_reference_that_would_pull_back_before_the_warm_start_is_refused(model
     data = write(tmp_path / "talks.jsonl", [talk(0)])
     settings = {**SMALL, "trainer": {"kl_weight": 0.1}, "warm_start": {"data": str(data), "steps": 1}}
     with pytest.raises(InvalidInputError, match=r"warm_start.steps must be 0 with a reference"):
-        unbroken.fit(model, [{"prompt": "1?"}], parity, steps=6, output=tmp_path, **settings)
+        unbroken.fit(model, [{"prompt": "1?"}], parity, steps=6, output=tmp_path / "run", **settings)
