@@ -121,8 +121,8 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
-        self._check_parts()
-        self._check_teacher()
+        self._check_reward_parts()
+        self._check_teacher_sources()
         self._check_files()
         RunConfig.__post_init__(self)  # last, because it loads torch for the objective
 
@@ -131,7 +131,7 @@ class Config(RunConfig):
         """See `RunConfig`: an answer without tools is one turn."""
         return self.rollouts.limits.max_turns if self.tools or self.environment or self.agent else 1
 
-    def _check_parts(self) -> None:
+    def _check_reward_parts(self) -> None:
         if self.advantages == "gdpo" and not self.rewards:
             raise InvalidInputError(
                 "rewards must hold functions with advantages gdpo, which normalises each apart: the parts of an "
@@ -159,7 +159,7 @@ class Config(RunConfig):
                     mistakes.add(f"{name}.file must name a file that exists, got {path}: there is no such file")
         mistakes.raise_all()
 
-    def _check_teacher(self) -> None:
+    def _check_teacher_sources(self) -> None:
         """Raise `InvalidInputError` for a teacher that is not there, or whose prompt lacks what the policy's has."""
         if self.teacher is None:
             return

@@ -18,6 +18,7 @@ from unbroken.rendering.loader import load_renderer
 from unbroken.runs.config import RunConfig, WarmStartConfig
 from unbroken.runs.export.rows import RowForm, export_rows
 from unbroken.runs.processes import Rank
+from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.prompts.supervised import load_warm_start
 from unbroken.runs.verify import verify_run
 from unbroken.training.config import LoopConfig
@@ -182,3 +183,9 @@ def test_a_reference_that_would_pull_back_before_the_warm_start_is_refused(model
     settings = {**SMALL, "trainer": {"kl_weight": 0.1}, "warm_start": {"data": str(data), "steps": 1}}
     with pytest.raises(InvalidInputError, match=r"warm_start.steps must be 0 with a reference"):
         unbroken.fit(model, [{"prompt": "1?"}], parity, steps=6, output=tmp_path / "run", **settings)
+
+
+def test_no_check_of_a_file_shadows_one_of_all_runs():
+    """A check with the name of one of `RunConfig` takes its place, and what that refused is then accepted."""
+    own = {name for name in vars(Config) if name.startswith("_check")}
+    assert not own & set(vars(RunConfig))
