@@ -39,12 +39,15 @@ class RunProgress:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._began_s = 0.0
-        """When the first step that was shown began, on the monotonic clock."""
+        """When the first step that was shown began, or the first one that samples, on the monotonic clock."""
         self.num_shown = 0
-        """Steps since the process was started."""
+        """Steps since then."""
 
-    def show_step(self, step: int, metrics: Metrics, *, num_steps: int) -> None:
-        """Show a finished step on a line: its number, as in metrics and viewer, and how many are made."""
+    def show_step(self, step: int, metrics: Metrics, *, num_steps: int, num_supervised: int = 0) -> None:
+        """Show a finished step on a line: its number, as in metrics and viewer, and how many are made.
+
+        Its time says nothing of steps of the other kind: supervised ones, with which the run begins, sample nothing.
+        """
         supervised = ("supervised loss", "supervised/loss")
         numbers = (("reward", "reward/mean"), supervised, ("mismatch k3", "mismatch/k3"), ("s", "seconds/step"))
         parts = [f"{name} {value:.3g}" for name, key in numbers if (value := metrics.get(key)) is not None]
@@ -53,12 +56,19 @@ class RunProgress:
                 parts.append(f"{name} {count}")
         if metrics.get("train/num_rows") == 0:
             parts.append("nothing to train on")
-        now = time.monotonic()
-        self._began_s = self._began_s or now - (metrics.get("seconds/step") or 0.0)
+        if step == num_supervised:
+            self._began_s, self.num_shown = 0.0, 0
+        self._began_s = self._began_s or time.monotonic() - (metrics.get("seconds/step") or 0.0)
         self.num_shown += 1
-        if left := num_steps - step - 1:
-            parts.append(f"left {timedelta(seconds=round((now - self._began_s) / self.num_shown * left))}")
+        parts += self._estimate_left(step, num_steps=num_steps, num_supervised=num_supervised)
         self.console.print(f"step {step} ({step + 1} of {num_steps})  {'  '.join(parts)}", soft_wrap=True)
+
+    def _estimate_left(self, step: int, *, num_steps: int, num_supervised: int) -> Sequence[str]:
+        """The time that the other steps of the same kind take, in words; nothing for none."""
+        is_warm_start = step < num_supervised < num_steps
+        num_left = (num_supervised if is_warm_start else num_steps) - step - 1
+        seconds = round((time.monotonic() - self._began_s) / self.num_shown * num_left)
+        return [f"left {timedelta(seconds=seconds)}{' of the warm start' if is_warm_start else ''}"] if num_left else []
 
     def show_end(self, output: Path, *, model: Path) -> None:
         """Say where the trained model is, and how to look at the run."""
@@ -148,8 +158,9 @@ class TrainingObserver(RunObserver):
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Show the step's metrics, and log the evaluations so far."""
-        num_steps = self._config.loop.num_steps
-        self._progress.show_step(step, metrics, num_steps=num_steps)
+        num_steps, warm_start = self._config.loop.num_steps, self._config.warm_start
+        num_supervised = 0 if warm_start is None else warm_start.steps
+        self._progress.show_step(step, metrics, num_steps=num_steps, num_supervised=num_supervised)
         self._evaluations.log()
         if self._diary is not None:
             self._diary.see_step(metrics, is_last=step + 1 == num_steps)

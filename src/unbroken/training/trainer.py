@@ -67,8 +67,8 @@ class _Minibatch:
     """What one update trains on, of this process."""
 
     units: Sequence[Sequence[ScoredRow]]
-    idle: Sequence[int] = ()
-    """The numbers of loss tokens of units without gradient, which only count in the size."""
+    size: UpdateSize
+    """Over all processes, of which one has rows at least."""
     supervised: Sequence[TrainingSample] | None = None
     """Rows whose loss is added to that of the units; None: no process has any."""
 
@@ -191,7 +191,7 @@ class Trainer:
             num_rows=len(rows),
             num_tokens=sum(len(row.token_ids) for row in rows),
             staleness=_staleness(rows, self.policy_version),
-            updates=tuple(update for update in updates if update is not None),
+            updates=tuple(updates),
             teachers=self._sum_teachers(minibatches),
         )
         self._end_step()
@@ -408,18 +408,25 @@ class Trainer:
         }
 
     def _make_minibatches(self, units: Sequence[Any], supervised: Sequence[TrainingSample] | None) -> list[_Minibatch]:
-        """Score the rows, and deal the units out to the minibatches of all iterations."""
+        """Score the rows, and deal the units out to the minibatches of all iterations, without those of no rows."""
         scored, idle = self._score_units(units), self._count_idle_tokens(units)
-        num_minibatches = self._config.num_minibatches
-        dealt = (numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(scored, idle))
-        return [
-            _Minibatch(
-                units=[scored[number] for number in numbers if number < len(scored)],
-                idle=[idle[number - len(scored)] for number in numbers if number >= len(scored)],
-                supervised=None if supervised is None else supervised[k % num_minibatches :: num_minibatches],
-            )
-            for k, numbers in enumerate(dealt)
-        ]
+        made: list[_Minibatch] = []
+        for _ in range(self._config.num_iterations):
+            minibatches = list(self._make_trained(scored, idle))
+            # Of few units some minibatches have none and make no update. Rows dealt out to those would not be trained.
+            if supervised is not None:
+                parts = [supervised[k :: len(minibatches)] for k in range(len(minibatches))]
+                minibatches = [replace(each, supervised=part) for each, part in zip(minibatches, parts, strict=True)]
+            made += minibatches
+        return made
+
+    def _make_trained(self, scored: Sequence[Sequence[ScoredRow]], idle: Sequence[int]) -> Iterator[_Minibatch]:
+        """The minibatches of an iteration of which any process has rows to train."""
+        for numbers in self._deal_out(scored, idle):
+            units = [scored[number] for number in numbers if number < len(scored)]
+            of_idle = [idle[number - len(scored)] for number in numbers if number >= len(scored)]
+            if (size := self._agree_on_size(units, of_idle)) is not None:
+                yield _Minibatch(units=units, size=size)
 
     def _count_idle_tokens(self, units: Sequence[Any]) -> list[int]:
         """The loss tokens of each unit without gradient, if these count in the divisor of the loss."""
@@ -503,25 +510,25 @@ class Trainer:
         order: list[int] = self._rng.permutation(len(scored) + len(idle)).tolist()
         return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
 
-    def _agree_on_size(self, minibatch: _Minibatch) -> UpdateSize | None:
-        """The size of a minibatch over all processes; None if no process has rows of it to train."""
-        rows, idle = minibatch.rows, minibatch.idle
+    def _agree_on_size(self, units: Sequence[Sequence[ScoredRow]], idle: Sequence[int] = ()) -> UpdateSize | None:
+        """The size of an update over all processes; None if no process has rows to train. `idle` are the numbers of
+        loss tokens of units without gradient, which only count in it.
+        """
+        rows = [row for unit in units for row in unit]
         num_tokens = sum(row.num_loss_tokens for row in rows) + sum(idle)
-        mine = (len(minibatch.units) + len(idle), num_tokens, len(rows) + len(idle))
+        mine = (len(units) + len(idle), num_tokens, len(rows) + len(idle))
         has_rows, sizes = zip(*self.from_all_processes((bool(rows), mine)), strict=True)
         return UpdateSize(*(sum(numbers) for numbers in zip(*sizes, strict=True))) if any(has_rows) else None
 
-    def _update(self, minibatch: _Minibatch, beside: Supervised, *, has_new_weights: bool) -> UpdateStats | None:
-        """One optimizer update on all processes' units of one minibatch; None where no process has any. The loss of its
-        supervised rows is added, as `beside` weighs it.
+    def _update(self, minibatch: _Minibatch, beside: Supervised, *, has_new_weights: bool) -> UpdateStats:
+        """One optimizer update on all processes' units of one minibatch. The loss of its supervised rows is added, as
+        `beside` weighs it.
 
         `has_new_weights` after an update of the step: then no logprob is that of the weights that sampled.
         """
-        if (size := self._agree_on_size(minibatch)) is None:
-            return None
         units, rows = minibatch.units, minibatch.rows
         config = self._with_entropy_weight()
-        weighed = self.objective.weigh(units, config, size=size, score=self.backend.logprobs)
+        weighed = self.objective.weigh(units, config, size=minibatch.size, score=self.backend.logprobs)
         passes = self.backend.forward_backward(
             rows,
             partial(self._compute_loss, config=config),
@@ -564,10 +571,10 @@ class Trainer:
         They have passes of their own, because all rows of one call have one temperature.
         """
         scored = [ScoredRow(sample=row, old_logprobs=row.rollout_logprobs) for row in rows]
-        minibatch = _Minibatch(units=[[row] for row in scored])
-        if (size := self._agree_on_size(minibatch)) is None:
+        units = [[row] for row in scored]
+        if (size := self._agree_on_size(units)) is None:
             return SupervisedStats()
-        weighed = objective.weigh(minibatch.units, self._config, size=size, score=self.backend.logprobs)
+        weighed = objective.weigh(units, self._config, size=size, score=self.backend.logprobs)
         passes = self.backend.forward_backward(
             scored,
             partial(objective.batch_loss, config=self._config),

@@ -24,3 +24,17 @@ def test_each_step_has_a_line_with_its_number_and_the_time_that_is_left(is_termi
         "step 1 (2 of 3)  reward 0.5  mismatch k3 1e-07  s 60  time-outs 2  failures 1  left 0:00:30",
         "step 2 (3 of 3)  reward 0.5  mismatch k3 1e-07  s 60",
     ]
+
+
+def test_the_time_that_is_left_is_that_of_steps_of_the_same_kind():
+    """Supervised steps are ten times as fast as those that sample, and say nothing of how long these take."""
+    shown = io.StringIO()
+    progress = RunProgress(Console(file=shown, color_system=None))
+    for step in (0, 1):
+        progress.show_step(step, {"supervised/loss": 2.0, "seconds/step": 1.0}, num_steps=12, num_supervised=2)
+    progress.show_step(2, METRICS, num_steps=12, num_supervised=2)
+    assert shown.getvalue().splitlines() == [
+        "step 0 (1 of 12)  supervised loss 2  s 1  left 0:00:01 of the warm start",
+        "step 1 (2 of 12)  supervised loss 2  s 1",
+        "step 2 (3 of 12)  reward 0.5  mismatch k3 1e-07  s 60  left 0:09:00",
+    ]

@@ -33,6 +33,8 @@ EVALUATIONS = "evaluations"
 NUM_NOTES = 16
 """Rollouts of the newest step that are looked at."""
 _NUM_FIRST, _NUM_LAST = 5, 20
+_SUPERVISED = "supervised/learning_rate"
+"""Only the steps of a warm start have it."""
 _MAX_RECORDS = 2000
 """Of an evaluation."""
 _MAX_BYTES, _MAX_LINE_BYTES, _MAX_SMALL_BYTES = 512 << 20, 1 << 20, 1 << 20
@@ -136,10 +138,13 @@ class Evidence:
     """All that a diagnosis looks at. `add_step` makes the next one."""
 
     first: tuple[Numbers, ...] = ()
-    """The first steps of the run."""
+    """The first steps of rollouts. Those of a warm start are no such steps: a reward that is missing is not 0."""
     last: tuple[Numbers, ...] = ()
     """The newest ones, which may be the same."""
+    newest: Numbers = field(default_factory=dict)
+    """The newest step of all, which may be one of a warm start; empty before any."""
     num_steps: int = 0
+    """Of both kinds."""
     lowest: float | None = None
     """The lowest reward of all steps."""
     highest: float | None = None
@@ -157,11 +162,14 @@ class Evidence:
 
     def add_step(self, step: Numbers, *, notes: Sequence[RolloutNote] = ()) -> Evidence:
         """The evidence with one step more, and its rollouts in the place of those before."""
+        if _SUPERVISED in step:
+            return replace(self, newest=step, num_steps=self.num_steps + 1)
         rewards = {name: _read_number(step.get(f"reward/{name}")) for name in ("min", "max", "mean")}
         return replace(
             self,
             first=self.first if len(self.first) == _NUM_FIRST else (*self.first, step),
             last=(*self.last, step)[-_NUM_LAST:],
+            newest=step,
             num_steps=self.num_steps + 1,
             lowest=min(_list_known(self.lowest, rewards["min"]), default=None),
             highest=max(_list_known(self.highest, rewards["max"]), default=None),
@@ -170,7 +178,7 @@ class Evidence:
         )
 
     def get_recent(self, number: int) -> tuple[Numbers, ...]:
-        """The last `number` steps; none if there are not so many yet, or all of a run that is over."""
+        """The last `number` steps of rollouts; none if there are not so many yet, or all of a run that is over."""
         is_complete = self.is_evaluation or self.is_preflight or self.ending.is_over
         return self.last[-number:] if len(self.last) >= number or is_complete else ()
 

@@ -604,17 +604,17 @@ def _find_slow_queue(evidence: Evidence) -> str | None:
 
 def _find_little_memory(evidence: Evidence) -> str | None:
     """The machine, or the container, has hardly any memory left."""
-    steps = evidence.get_recent(1)
-    if not _are_all(steps, "memory/available_share", lambda value: value < 0.03) or evidence.ending.status == "died":
+    step = evidence.newest
+    if not _are_all([step], "memory/available_share", lambda value: value < 0.03) or evidence.ending.status == "died":
         return None
     return (
-        f"{_get(steps[-1], 'memory/available_share'):.1%} of the machine's or container's memory is "
-        f"available{_describe_peak(steps)}"
+        f"{_get(step, 'memory/available_share'):.1%} of the machine's or container's memory is "
+        f"available{_describe_peak(step)}"
     )
 
 
-def _describe_peak(steps: Sequence[Numbers]) -> str:
-    peak = _get(steps[-1], "memory/peak_bytes") if steps else 0.0
+def _describe_peak(step: Numbers) -> str:
+    peak = _get(step, "memory/peak_bytes")
     return f"; the first process of the run had up to {peak / 2**30:.1f} GiB" if peak else ""
 
 
@@ -627,21 +627,21 @@ def _is_memory_error(evidence: Evidence) -> bool:
 
 def _find_out_of_memory(evidence: Evidence) -> str | None:
     """The run ended for want of memory."""
-    ending, last = evidence.ending, evidence.last
+    ending, newest = evidence.ending, evidence.newest
     if _is_memory_error(evidence):
         return f"the run ran out of memory: {_shorten(ending.error)}"
     if ending.status != "died" or not (
-        ending.num_memory_kills or _are_all(last[-1:], "memory/available_share", lambda x: x < 0.1)
+        ending.num_memory_kills or _are_all([newest], "memory/available_share", lambda x: x < 0.1)
     ):
         return None
     reason = (
         f"the kernel has ended {ending.num_memory_kills} processes of this machine for want of memory since it began"
         if ending.num_memory_kills
-        else f"{_get(last[-1], 'memory/available_share'):.1%} of the memory was available in its last step"
+        else f"{_get(newest, 'memory/available_share'):.1%} of the memory was available in its last step"
     )
     return (
         f"the run's process is gone without a word {_say_when(evidence)}, likely for want of memory: "
-        f"{reason}{_describe_peak(last)}"
+        f"{reason}{_describe_peak(newest)}"
     )
 
 

@@ -122,7 +122,7 @@ class Config(RunConfig):
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
         self._check_reward_parts()
-        self._check_teacher_data()
+        self._check_teacher_sources()
         self._check_files()
         RunConfig.__post_init__(self)  # last, because it loads torch for the objective
 
@@ -159,7 +159,7 @@ class Config(RunConfig):
                     mistakes.add(f"{name}.file must name a file that exists, got {path}: there is no such file")
         mistakes.raise_all()
 
-    def _check_teacher_data(self) -> None:
+    def _check_teacher_sources(self) -> None:
         """Raise `InvalidInputError` for a teacher that is not there, or whose prompt lacks what the policy's has."""
         if self.teacher is None:
             return

@@ -189,6 +189,31 @@ def test_a_reward_that_rises_by_its_noise_alone_does_not_count_as_learning():
     assert "cut" in find(observe(*noise))
 
 
+SUPERVISED = {"supervised/loss": 1.0, "supervised/learning_rate": 1e-3, "memory/available_share": 0.02}
+
+
+def observe_after_warm_start(*steps: dict[str, Any]) -> Evidence:
+    """The evidence of steps that follow supervised ones, which have nothing of rollouts."""
+    evidence = Evidence(ending=Ending(status="running"), temperature=1.0)
+    for step in [*[SUPERVISED] * 5, *[{**HEALTHY, **step} for step in steps]]:
+        evidence = evidence.add_step(step)
+    return replace(evidence, notes=tuple(note(k) for k in range(16)))
+
+
+def test_steps_of_a_warm_start_are_not_steps_of_reward_0_from_which_the_reward_has_risen():
+    assert "cut" in find(observe_after_warm_start(*[{"counters/status/truncated": 61}] * 6))
+
+
+def test_the_first_rollouts_after_a_warm_start_are_as_few_as_those_of_any_run():
+    solved = {"reward/mean": 0.7, "reward/std": 0.1, "reward/min": 0.5, "groups/num_zero_variance": 8}
+    assert not find(observe_after_warm_start(solved))
+    assert "no-variance" in find(observe_after_warm_start(*[solved] * 3))
+
+
+def test_the_memory_of_a_supervised_step_is_looked_at():
+    assert set(find(observe_after_warm_start())) == {"little-memory"}
+
+
 def test_solved_is_said_only_of_the_highest_reward_that_was_seen():
     assert set(find(observe({}, *[rewards(1.0)] * 3))) == {"solved"}
     below = find(observe({}, *[rewards(0.5)] * 3))

@@ -108,6 +108,12 @@ def test_each_update_of_a_step_has_its_part_of_the_rows(supervised):
     assert (stats.num_updates, stats.supervised.num_rows) == (4, 10)
 
 
+def test_rows_are_spread_over_the_updates_that_are_made_when_there_are_fewer_units_than_minibatches(supervised):
+    trainer = trainer_of(num_minibatches=4, num_iterations=2)
+    stats = trainer.step(random_rows(np.random.default_rng(3), 2), supervised=supervised, weight=0.3)
+    assert (stats.num_updates, stats.supervised.num_rows) == (4, 10)
+
+
 def test_without_supervised_rows_a_step_is_as_it_was(supervised):
     rollouts = random_rows(np.random.default_rng(3), 4)
     trainer, other = trainer_of(), trainer_of()
