@@ -188,7 +188,7 @@ def test_what_the_loss_clips_is_not_said_where_the_teacher_decides_the_sign():
 
 def test_advantages_of_zero_need_something_else_to_train_on():
     for config in (TrainerConfig(), TrainerConfig(teacher_weight=1.0, zero_variance=ZeroVarianceRows.DROP)):
-        with pytest.raises(InvalidInputError, match="advantages zero .* must have another term to train on"):
+        with pytest.raises(InvalidInputError, match=r"advantages zero .* must have another term to train on"):
             ALGORITHMS["distillation"].check_config(config)
     ALGORITHMS["distillation"].check_config(TrainerConfig(kl_weight=0.1))
 
