@@ -142,7 +142,7 @@ def test_a_run_whose_teacher_is_killed_waits_for_it_and_has_each_step_and_proble
     log = (tmp_path / "trainer.log").read_text()
     assert train.codes == [-signal.SIGKILL, 0], log
     assert len(serve.codes) >= 3
-    assert f"for the teacher at http://127.0.0.1:{port}" in log
+    assert 1 <= log.count(f"for the teacher at http://127.0.0.1:{port}") <= 2  # once an outage, not for each row
     assert [line["step"] for line in lines()] == list(range(NUM_STEPS))
     for line in lines():
         assert line["train/num_rows"] == 2
