@@ -113,6 +113,43 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
     assert sorted(read_problems(output)) == list(range(2 * NUM_STEPS))
 
 
+def test_a_run_whose_teacher_is_killed_waits_for_it_and_has_each_step_and_problem_once(tmp_path):
+    model, teacher, output = (
+        save_tiny_model(tmp_path / "model"),
+        save_tiny_model(tmp_path / "teacher"),
+        tmp_path / "run",
+    )
+    port = free_port()
+
+    def lines() -> list[dict]:
+        return read_lines(output / "metrics" / "metrics.jsonl")
+
+    serve = Supervisor(
+        tmp_path / "server.log", "serve", f"--model={teacher}", "--engine=transformers", f"--port={port}"
+    )
+    train = Supervisor(
+        tmp_path / "trainer.log", "train", str(RECIPE), f"--model={model}", f"--output={output}", "--preflight=false",
+        "--algorithm=distillation", f"--teacher.models=http://127.0.0.1:{port}", "--rollouts.group-size=1",
+        f"--loop.num-steps={NUM_STEPS}", "--rollout-log.groups=none", "--checkpoints.every=3",
+    )  # fmt: skip
+    rng = random.Random(0)
+    with serve, train:
+        for num_steps, victim in ((2, train), (4, serve)):
+            wait_until(lambda num_steps=num_steps: len(lines()) >= num_steps, train)
+            time.sleep(rng.uniform(0.0, 0.1))
+            victim.kill()
+        wait_until(lambda: not train.is_running)
+    log = (tmp_path / "trainer.log").read_text()
+    assert train.codes == [-signal.SIGKILL, 0], log
+    assert len(serve.codes) >= 2
+    assert [line["step"] for line in lines()] == list(range(NUM_STEPS))
+    for line in lines():
+        assert line["train/num_rows"] == 2
+        assert line["teacher/token_share"] == 1
+        assert abs(line["teacher/kl"]) < 1e-5 or line["step"] > 0  # the policy begins as its teacher
+    assert sorted(read_problems(output)) == list(range(2 * NUM_STEPS))
+
+
 NUM_KILLS = 10
 GATED_RECIPE = """
 import asyncio

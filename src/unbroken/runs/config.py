@@ -602,6 +602,11 @@ class RunConfig:
                 "without top_k, top_p and min_p with teacher.prompt or a teacher at a server, which does not know what "
                 "was kept",
             ),
+            (
+                "rollouts.limits.thinking_tokens",
+                self.rollouts.limits.thinking_tokens is not None and self.teacher.prompt is not None,
+                "left out with teacher.prompt: ids that are given inside a turn cannot be told from those between two",
+            ),
         )
         for name, is_refused, rule in rules:
             if is_refused:

@@ -198,6 +198,8 @@ class _ServedTeacher:
         self._engine = engine
         self._portal = portal
         self._wait_s = wait_s
+        self._is_waiting = False
+        """Whether an outage was said: of the rows in flight each sees it."""
 
     @classmethod
     def open(cls, url: str, config: RunConfig, tokenizer: Any) -> _ServedTeacher:
@@ -238,19 +240,21 @@ class _ServedTeacher:
         return list(await asyncio.gather(*map(score, rows)))
 
     async def _score(self, row: TrainingSample) -> Logprobs:
-        deadline_s, has_said = time.monotonic() + self._wait_s, False
+        deadline_s = time.monotonic() + self._wait_s
         while True:
             try:
-                return self._read(row, await self._engine.score(row.token_ids, temperature=row.temperature))
+                scored = await self._engine.score(row.token_ids, temperature=row.temperature)
+                self._is_waiting = False
+                return self._read(row, scored)
             except (ServerUnreachableError, ServerBusyError) as error:
                 if time.monotonic() >= deadline_s:
                     raise OutageError(
                         f"the teacher at {self._url} did not score a row for {self._wait_s:g} s (loop.outages.wait_s): "
                         f"{error}. Start it again; the same command continues the run from its last checkpoint"
                     ) from error
-                if not has_said:
+                if not self._is_waiting:
                     _logger.warning("waiting up to %g s for the teacher at %s: %s", self._wait_s, self._url, error)
-                has_said = True
+                self._is_waiting = True
                 await asyncio.sleep(_ASK_EVERY_S)
 
     def _read(self, row: TrainingSample, scored: ScoredSequence) -> Logprobs:

@@ -234,3 +234,31 @@ def test_what_was_given_is_not_there_for_another_command():
         InvalidInputError, match=r"tools must name .*, got 'fit:double': that was given to unbroken\.fit"
     ):
         load_tool(Path("fit:double"))
+
+
+def test_a_teacher_beside_rewards_that_are_normalised_apart_after_a_warm_start(model, tmp_path):
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "said.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    teacher = save_tiny_model(tmp_path / "teacher", initializer_range=0.1)
+
+    def brief(completions):
+        return [-len(text) for text in completions]
+
+    settings = {
+        "reward": [correct, brief],
+        "advantages": "gdpo",
+        "teacher": {"models": [teacher]},
+        "warm_start": {"data": str(tmp_path / "said.jsonl"), "steps": 1, "weight": 0.5},
+        "trainer": {"num_iterations": 2, "num_minibatches": 2, "teacher_weight": 0.1},
+    }
+    first = fit(model, tmp_path / "run", steps=2, tools=(), **settings)
+    continued = fit(model, tmp_path / "run", steps=3, tools=(), **settings)
+    assert first.folder == continued.folder
+    supervised, *rest = continued.metrics
+    assert "teacher/kl" not in supervised
+    assert [step["step"] for step in rest] == [1, 2]
+    for step in rest:
+        assert step["teacher/kl"] > 0
+        assert step["teacher/token_share"] == 1
+        assert step["supervised/loss"] > 0
+        assert step["counters/dropped_rows"] == 0

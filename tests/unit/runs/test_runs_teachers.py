@@ -182,6 +182,15 @@ async def test_a_server_with_another_tokenizer_is_refused(folder):
         ({"trainer.teacher_weight": 1.0}, r"trainer\.teacher_weight must be left out without teacher\.models"),
         ({"teacher.models": ["a", "x/a"], "teacher.column": "who"}, "end in different names"),
         ({"teacher.models": ["a", "b"]}, "column must be given exactly with several models"),
+        ({"advantages": "zero"}, "must have another term to train on, and got none"),
+        (
+            {"algorithm": "distillation", "teacher.models": ["a"], "trainer.zero_variance": "drop"},
+            "must have another term to train on, and got none",
+        ),
+        (
+            {"teacher.models": ["a"], "teacher.prompt": "hint", "rollouts.limits.thinking_tokens": 8},
+            r"thinking_tokens must be left out with teacher\.prompt",
+        ),
         ({"teacher.models": ["a"], "loss": "gspo"}, "take gspo_token"),
         ({"teacher.models": ["a"], "images": True}, "images must be false with a teacher"),
         ({"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4}, "without top_k"),

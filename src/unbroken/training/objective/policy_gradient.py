@@ -114,6 +114,12 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             )
         if isinstance(self.advantages, StepAdvantages) and self.advantages.of_parts:
             _check_parts(config)
+        if self.advantages is ADVANTAGES["zero"] and not self._get_row_policy(config).keep_equal:
+            raise InvalidInputError(
+                "advantages zero (algorithm distillation) must have another term to train on, and got none: a teacher "
+                "with TrainerConfig.teacher_weight above 0, kl_weight or entropy_weight, and zero_variance count; got "
+                f"teacher_weight {config.teacher_weight} and zero_variance {config.zero_variance}"
+            )
         if self._has_distance_in_rewards(config):
             self._check_distance_in_rewards(config)
         if config.teacher_weight is not None and loss.is_uniform:
@@ -349,7 +355,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     def find_left_out(
         self, rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs], config: TrainerConfig, *, device: torch.device
     ) -> list[LeftOut] | None:
-        """The tokens that the loss clips, and those that the correction changes."""
+        """The tokens that the loss clips, and those that the correction changes; None where the advantages of the step
+        are not those of the rows: their sign decides what is clipped.
+        """
+        if self._has_distance_in_rewards(config) or config.teacher_weight:
+            return None
         masks = [row.sample.loss_mask for row in rows]
         counts = [int(mask.sum()) for mask in masks]
         size = UpdateSize(num_units=1, num_loss_tokens=sum(counts), num_rows=len(rows))

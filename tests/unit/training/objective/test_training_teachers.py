@@ -16,10 +16,13 @@ from support.rows import group, random_rows, row, trajectory
 from support.slow_logprobs import slow_logprobs
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, TrainingError
+from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.training.config import OldLogprobs, Packing, TrainerConfig
+from unbroken.training.loss_config import ZeroVarianceRows
 from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.objective.advantages import ADVANTAGES
 from unbroken.training.objective.online_dpo import OnlineDpo
-from unbroken.training.objective.policy_gradient import ALGORITHMS
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.teachers import Teachers, TeacherTask
 from unbroken.training.trainer import Trainer
@@ -36,6 +39,10 @@ def sampled_rows(num_rows: int = 5, **changes: Any) -> list[TrainingSample]:
     rows = [replace(each, **changes) for each in random_rows(np.random.default_rng(3), num_rows)]
     logprobs = Trainer(tiny_qwen3(), TrainerConfig(numerics=Numerics.EXACT)).logprobs(rows)
     return [replace(each, rollout_logprobs=values) for each, values in zip(rows, logprobs, strict=True)]
+
+
+def unscored_trajectory() -> Trajectory:
+    return replace(trajectory(None), status=TrajectoryStatus.UNSCORED)
 
 
 def in_float64(rows: Sequence[TrainingSample]) -> list[torch.Tensor]:
@@ -133,6 +140,57 @@ async def test_a_teacher_alone_trains_on_groups_of_equal_rewards_and_without_any
     (unit,) = units
     assert not unit.rows[0].advantages.any()
     assert not trainer.objective.can_lack_variance(trainer.config)
+
+
+def test_ids_that_were_given_inside_a_turn_have_no_teacher_and_the_others_keep_their_own_rewards():
+    teacher, given = tiny_qwen3(seed=1), row([1, 2, 7, 5, 8, 9], sampled=[2, 4, 5])  # 5 closes the reasoning
+    sample = replace(given, advantages=np.float32([0, 0, 2, 0, -1, 0]))  # of spans
+    (expected,) = slow_logprobs(teacher, [sample])
+    trainer = make_trainer(Teachers(models={"teacher": teacher}), weight=0.5)
+    (scored,) = trainer._score_units([sample])[0]
+    wanted = np.zeros(6)
+    wanted[[2, 4, 5]] = np.array([2, -1, 0]) - 0.5 * (-4.0 - expected.detach().numpy())
+    assert scored.sample.advantages == pytest.approx(wanted, rel=1e-5)
+    metrics = step_metrics(trainer.step([sample]))
+    assert metrics["teacher/token_share"] == 1
+    assert metrics["teacher/kl"] == pytest.approx(float((-4.0 - expected.detach()).mean()), rel=1e-5)
+
+
+def rewarded(*parts: float) -> Trajectory:
+    """With two reward functions of weight 1."""
+    names = ("first", "second")
+    given = {"reward_parts": dict(zip(names, parts, strict=True)), "reward_weights": dict.fromkeys(names, 1.0)}
+    return replace(trajectory(sum(parts)), **given)
+
+
+@pytest.mark.parametrize("advantages", ["grpo", "gdpo", "zero"])
+async def test_every_rollout_of_a_step_is_scored_once_whatever_its_reward_and_the_number_of_updates(advantages):
+    groups = [
+        group(rewarded(1.0, 0.0), rewarded(0.0, 0.5)),
+        replace(group(rewarded(1.0, 1.0), rewarded(1.0, 1.0)), group_id="equal"),
+        replace(group(unscored_trajectory(), unscored_trajectory()), group_id="unscored"),
+    ]
+    teachers = Teachers(models={"teacher": tiny_qwen3(seed=1)})
+    config = TrainerConfig(optimizer=SUBTRACT_GRADIENT, teacher_weight=1.0, num_iterations=2, num_minibatches=2)
+    objective = PolicyGradient(advantages=ADVANTAGES[advantages])
+    trainer = Trainer(tiny_qwen3(), config, objective=objective, teachers=teachers)
+    units = await trainer.make_units(groups, counters := Counters())
+    assert counters.total("dropped_rows") == 0
+    stats = trainer.step(units)
+    assert stats.teachers["teacher"].num_tokens == 6 * 2
+    assert step_metrics(stats)["teacher/token_share"] == 1
+
+
+def test_what_the_loss_clips_is_not_said_where_the_teacher_decides_the_sign():
+    trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}))
+    assert trainer.find_left_out([row([1, 2, 3], sampled=[2])], [np.float32([np.nan, np.nan, -1])]) is None
+
+
+def test_advantages_of_zero_need_something_else_to_train_on():
+    for config in (TrainerConfig(), TrainerConfig(teacher_weight=1.0, zero_variance=ZeroVarianceRows.DROP)):
+        with pytest.raises(InvalidInputError, match=r"advantages zero .* must have another term to train on"):
+            ALGORITHMS["distillation"].check_config(config)
+    ALGORITHMS["distillation"].check_config(TrainerConfig(kl_weight=0.1))
 
 
 def test_a_teacher_is_refused_where_it_could_not_be_exact():
