@@ -32,7 +32,7 @@ def test_a_models_folder_is_audited(model: Path, capsys: pytest.CaptureFixture[s
     page = tmp_path / "audit.html"
     status, out, err = run(capsys, model, *FEW, "--html", page)
     assert status == 0
-    assert err == ""
+    assert all(line.endswith(" so far") for line in err.splitlines())  # of its progress, where it takes 10 s
     assert "Fit for multi-turn training" in out
     assert "stand-in" not in out
     assert page.read_text("utf-8").startswith("<!doctype html>")
