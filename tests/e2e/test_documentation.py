@@ -185,6 +185,10 @@ NOT_RUN = {
     ("docs/trl.md", "CUDA_VISIBLE_DEVICES=0 unbroken serve"): GPU,
     ("docs/trl.md", "GRPOConfig("): PART,
     ("docs/verify.md", "unbroken verify runs/sums"): "tests/unit/runs/test_runs_verify.py does it",
+    (
+        "docs/teachers.md",
+        "unbroken demo",
+    ): "learns for minutes: docs/lab-notes/learning.md",
     ("docs/viewer.md", "unbroken view runs/lookup"): "its commands are parsed, but ssh needs another machine",
     ("docs/vision.md", "             prompt"): DIAGRAM,
     ("docs/vision.md", "from PIL import Image"): HUB,
