@@ -209,9 +209,9 @@ def commands(text: str) -> list[list[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         line = re.sub(r"\s+#.*|^\$ ", "", line.split("; echo")[0]).partition(" | ")[0].removesuffix("&").strip()
         launched = re.fullmatch(
-            rf"(?:\w+=\S+ )*(?:(?:torchrun|accelerate launch) .*-m )?unbroken ({_COMMANDS}) (.*)", line
+            rf"(?:\w+=\S+ )*(?:(?:torchrun|accelerate launch) .*-m )?unbroken ({_COMMANDS})(?: (.*))?", line
         )
-        found += [] if launched is None else [[launched[1], *shlex.split(launched[2])]]
+        found += [] if launched is None else [[launched[1], *shlex.split(launched[2] or "")]]
     return found
 
 
