@@ -99,7 +99,9 @@ def describe_commands() -> str:
     add(_parser(), [])
     printed = io.StringIO()
     with redirect_stdout(printed):
-        main(["train", "--env", "NAME", "--help-all"])
+        status = main(["train", "--env", "NAME", "--help-all"])
+    if status != 0:  # as where a dependency is not installed: the page would lack all settings, without a warning
+        raise RuntimeError(f"`unbroken train --env NAME --help-all` must end with status 0, got {status}")
     text = printed.getvalue().rstrip()
     parts.append(f"## Settings of unbroken train\nThose of prompts, environments and agents.\n```text\n{text}\n```")
     return "\n\n".join(parts) + "\n"

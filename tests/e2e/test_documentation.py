@@ -25,7 +25,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -318,6 +318,26 @@ def test_the_commands_of_every_page_have_options_that_exist(tmp_path: Path) -> N
 
 
 _load = functools.cache(load_recipe)
+
+
+def test_the_settings_that_pages_and_diagnoses_name_exist() -> None:
+    """As options with a dot: those of `unbroken train` and of `unbroken cluster`."""
+    known = ""
+    for words in (["train", "--env", "NAME"], ["cluster", "run"], ["cluster", "plan"]):
+        with redirect_stdout(StringIO()) as printed, suppress(SystemExit):
+            main([*words, "--help-all"])
+        known += printed.getvalue()
+    options = set(re.findall(r"--[a-z]+\.[a-z0-9.-]+", known))
+    assert {"--loop.num-steps", "--engine.tp"} <= options
+    rules = ROOT / "src" / "unbroken" / "runs" / "diagnosis" / "rules.py"
+    pages = [page for page in PAGES if not str(page.relative_to(ROOT)).startswith(NOTES)]
+    named = {
+        option: str(page.relative_to(ROOT))
+        for page in (*pages, rules)
+        for option in re.findall(r"--[a-z]+\.[a-z0-9.-]*[a-z0-9]", page.read_text("utf-8"))
+    }
+    tables = {option.rsplit(".", 1)[0] for option in options}  # a page may name all of a table: --trainer.clip.*
+    assert {option: page for option, page in named.items() if option not in options | tables} == {}
 
 
 def find_problem(words: list[str], folder: Path) -> str:

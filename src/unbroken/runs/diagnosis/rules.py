@@ -547,7 +547,7 @@ _PARTS = {
     "units": "making rows of the rollouts",
     "sleep": "the engine's falling asleep",
     "records": "writing rollouts, and scoring them (--rollout-log.scored-groups 0)",
-    "score": "scoring rollouts that are not trained on (--loop.num-zero-variance-scored)",
+    "score": "scoring rollouts that are not trained on",
     "checkpoint": "checkpoints (--checkpoints.every)",
     "publish": "publishing the weights to the engines",
     "metrics": "computing metrics",
@@ -912,7 +912,7 @@ RULES: tuple[_Rule, ...] = (
         topic=Topic.SLOW,
         find=_find_slow_queue,
         when="half of the engine's time is its queue",
-        advice="give the engine more memory or more GPUs, or fewer rollouts at once (--loop.max-groups-in-flight)",
+        advice="give the engine more memory or more GPUs, or fewer rollouts at once (--rollouts.problems-per-step)",
     ),
     _Rule(
         name="little-memory",
