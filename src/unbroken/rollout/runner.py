@@ -88,7 +88,8 @@ async def run_rollout(
         StopTokenError: no id would end a turn.
         ToolsNotShownError: raised by `check_tools`.
     """
-    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, _bound(limits, renderer, sampling))
+    bound = _make_bound(limits, renderer, sampling)
+    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, bound)
     return await _run_episode(lambda: env, policy, limits, check_tools)
 
 
@@ -115,7 +116,7 @@ async def run_group(
     """
     if n < 1:
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
-    name, bound = group_id or uuid.uuid4().hex, _bound(limits, renderer, sampling)
+    name, bound = group_id or uuid.uuid4().hex, _make_bound(limits, renderer, sampling)
     policies = [
         _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}", bound)
         for k in range(n)
@@ -131,7 +132,8 @@ async def run_group(
     return TrajectoryGroup(group_id=name, trajectories=tuple(task.result() for task in siblings))
 
 
-def _bound(limits: Limits, renderer: Renderer, sampling: SamplingParams) -> ThinkingBound | None:
+def _make_bound(limits: Limits, renderer: Renderer, sampling: SamplingParams) -> ThinkingBound | None:
+    """The bound of each turn's reasoning; None without `Limits.thinking_tokens`."""
     if (number := limits.thinking_tokens) is None:
         return None
     return ThinkingBound.of(number, renderer, sampling, name="rollouts.limits.thinking_tokens")

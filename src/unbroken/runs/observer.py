@@ -124,10 +124,15 @@ class TrainingObserver(RunObserver):
                 config.output, lambda text: progress.console.print(text, soft_wrap=True, highlight=False, markup=False)
             )
 
+    @property
+    def _num_supervised(self) -> int:
+        """Steps of the warm start, with which the run begins."""
+        return 0 if self._config.warm_start is None else self._config.warm_start.steps
+
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Profile the step if the config says so."""
-        rollouts, warm_start = self._config.rollouts, self._config.warm_start
-        if warm_start is not None and step < warm_start.steps:
+        rollouts = self._config.rollouts
+        if step < self._num_supervised:
             self._begin(f"step {step}: supervised rows")
             return self._profiler.step(step)
         total = rollouts.problems_per_step * rollouts.group_size // self._num_processes
@@ -158,9 +163,8 @@ class TrainingObserver(RunObserver):
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Show the step's metrics, and log the evaluations so far."""
-        num_steps, warm_start = self._config.loop.num_steps, self._config.warm_start
-        num_supervised = 0 if warm_start is None else warm_start.steps
-        self._progress.show_step(step, metrics, num_steps=num_steps, num_supervised=num_supervised)
+        num_steps = self._config.loop.num_steps
+        self._progress.show_step(step, metrics, num_steps=num_steps, num_supervised=self._num_supervised)
         self._evaluations.log()
         if self._diary is not None:
             self._diary.see_step(metrics, is_last=step + 1 == num_steps)

@@ -67,7 +67,7 @@ async def open_teachers(
     """
     if config.teacher is None:
         return None
-    if takes_images:
+    if takes_images:  # without `RunConfig.images`, which `RunConfig` has checked, model and data have said so
         raise InvalidInputError("images must be false with a teacher, whose image processor may be another one")
     tokenizer = load_tokenizer(str(source))
     models: dict[str, Any] = {}

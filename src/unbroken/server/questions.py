@@ -115,13 +115,19 @@ async def make_question(
         template_options=options,
         image_settings=settings,
         structured_output=structured_output,
-        thinking=None
-        if (budget := body.thinking_budget) is None
-        else ThinkingBudget(field=budget[0], num_ids=budget[1], note_ignored=partial(note_ignored, request)),
+        thinking=_read_thinking_budget(body, request),
         policy=policy,
         session_id=get_session_id(request, None),
         retry=await read_retry_hint(request),
     )
+
+
+def _read_thinking_budget(body: ConversationFields, request: Request) -> ThinkingBudget | None:
+    """The budget of a body; it is ignored where it cannot be kept, as other fields."""
+    if (budget := body.thinking_budget) is None:
+        return None
+    name, num_ids = budget
+    return ThinkingBudget(field=name, num_ids=num_ids, note_ignored=partial(note_ignored, request))
 
 
 def _choose_reasoning_options(effort: str | None, *, reads_option: Callable[[str], bool]) -> dict[str, Any]:

@@ -153,8 +153,8 @@ def check_teachers(teachers: Teachers | None, model: Any, config: TrainerConfig)
     """Raise `InvalidInputError` if teachers are missing or not used, or one shares a parameter with `model`."""
     if (teachers is not None) != (config.teacher_weight is not None):
         raise InvalidInputError(
-            f"teachers must be given exactly with TrainerConfig.teacher_weight, got {teachers} with "
-            f"{config.teacher_weight}"
+            "teachers must be given exactly with TrainerConfig.teacher_weight, got "
+            f"{None if teachers is None else sorted(teachers.models)} with {config.teacher_weight}"
         )
     for teacher in () if teachers is None else teachers.models.values():
         if not isinstance(teacher, RowScorer):

@@ -355,14 +355,6 @@ class TrainerConfig:
         )
         self._check_objective()
         self._check_passes()
-        check_fields(
-            self,
-            teacher_weight=(self.teacher_weight is None or _is_weight(self.teacher_weight), "finite and >= 0, or None"),
-            routing_replay=(
-                not self.routing_replay or self.teacher_weight is None,
-                "False with a teacher, which chooses its own experts",
-            ),
-        )
         if self.numerics is Numerics.EXACT and (name := self._find_inexact()) is not None:
             raise InvalidInputError(f"numerics must be fast with {name} = {getattr(self, name)}, got exact")
 
@@ -395,6 +387,7 @@ class TrainerConfig:
                 f"None, or have a max_weight of at least the entropy_weight {self.entropy_weight:g}",
             ),
             router_loss_weight=(_is_weight(self.router_loss_weight), "finite and >= 0"),
+            teacher_weight=(self.teacher_weight is None or _is_weight(self.teacher_weight), "finite and >= 0, or None"),
             max_policy_k3=(self.max_policy_k3 is None or self.max_policy_k3 > 0, "above 0, inf, or None"),
         )
 
@@ -420,6 +413,10 @@ class TrainerConfig:
             compile=(
                 not (self.compile and (self.routing_replay or self.router_loss_weight > 0)),
                 "False with routing_replay or router_loss_weight",
+            ),
+            routing_replay=(
+                not self.routing_replay or self.teacher_weight is None,
+                "False with a teacher, which chooses its own experts",
             ),
             parallel=(
                 not (self.compile and self.parallel.sequence > 1),

@@ -160,6 +160,7 @@ class StepRunner:
 
     def _is_supervised(self, step: int) -> bool:
         """Whether the step trains on supervised rows alone."""
+        # After the last step of a run there is none, also where the warm start has more.
         return self.warm_start is not None and step < min(self.warm_start.num_steps, self.config.num_steps)
 
     def samples_nothing(self, num_steps: int) -> bool:

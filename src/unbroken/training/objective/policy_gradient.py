@@ -78,7 +78,7 @@ _SEQUENCE_KINDS = (CorrectionKind.SEQUENCE_TRUNCATE, CorrectionKind.SEQUENCE_MAS
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
-    """GRPO and its relatives: an advantage function and a loss. `algorithms.ALGORITHMS` has them by name."""
+    """GRPO and its relatives: an advantage function and a loss. `ALGORITHMS` has them by name."""
 
     unit_type: ClassVar = (TrainingSample, TrajectoryRows)
     """A row by itself is a trajectory of one row."""

@@ -318,7 +318,7 @@ def _make_unit(
     reason: DropReason | TrajectoryStatus,
     counters: Counters,
     *,
-    group: str = "",
+    group: str,
     reward: float | None = None,
 ) -> list[TrajectoryRows]:
     """The member's rows, with one advantage or with one for each id; none if it sampled nothing. It is counted if it

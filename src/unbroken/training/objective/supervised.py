@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
@@ -29,7 +28,7 @@ from unbroken.training.sums import Sums
 from unbroken.types import NO_VERSION, BoolMask, TokenIds, TrainingSample
 
 
-def make_supervised_row(token_ids: TokenIds, loss_mask: BoolMask | NDArray[np.bool_]) -> TrainingSample:
+def make_supervised_row(token_ids: TokenIds, loss_mask: BoolMask) -> TrainingSample:
     """A row whose ids were given, with stand-ins for what only sampled ids have."""
     return TrainingSample(
         token_ids=token_ids,
