@@ -355,6 +355,7 @@ class TrainerConfig:
         )
         self._check_objective()
         self._check_passes()
+        self._check_teacher()
         if self.numerics is Numerics.EXACT and (name := self._find_inexact()) is not None:
             raise InvalidInputError(f"numerics must be fast with {name} = {getattr(self, name)}, got exact")
 
@@ -387,7 +388,6 @@ class TrainerConfig:
                 f"None, or have a max_weight of at least the entropy_weight {self.entropy_weight:g}",
             ),
             router_loss_weight=(_is_weight(self.router_loss_weight), "finite and >= 0"),
-            teacher_weight=(self.teacher_weight is None or _is_weight(self.teacher_weight), "finite and >= 0, or None"),
             max_policy_k3=(self.max_policy_k3 is None or self.max_policy_k3 > 0, "above 0, inf, or None"),
         )
 
@@ -414,10 +414,6 @@ class TrainerConfig:
                 not (self.compile and (self.routing_replay or self.router_loss_weight > 0)),
                 "False with routing_replay or router_loss_weight",
             ),
-            routing_replay=(
-                not self.routing_replay or self.teacher_weight is None,
-                "False with a teacher, which chooses its own experts",
-            ),
             parallel=(
                 not (self.compile and self.parallel.sequence > 1),
                 "sequence 1 with compile, whose layers exchange nothing",
@@ -425,6 +421,17 @@ class TrainerConfig:
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
+        )
+
+    def _check_teacher(self) -> None:
+        """Check what concerns a teacher."""
+        check_fields(
+            self,
+            teacher_weight=(self.teacher_weight is None or _is_weight(self.teacher_weight), "finite and >= 0, or None"),
+            routing_replay=(
+                not self.routing_replay or self.teacher_weight is None,
+                "False with a teacher, which chooses its own experts",
+            ),
         )
 
     def _find_inexact(self) -> str | None:

@@ -285,11 +285,12 @@ class StepRunner:
         if is_trained:
             with log.span("score"):
                 scored = await asyncio.to_thread(compare_zero_variance, trainer, made.untrained, num_scored=num_scored)
-            beside: dict[str, Any] = {}
+            train = partial(trainer.step, made.units)
             if self.warm_start is not None and self.warm_start.weight > 0:
-                beside = {"supervised": self.warm_start.take(groups.step), "weight": self.warm_start.weight}
+                rows = self.warm_start.take(groups.step)
+                train = partial(trainer.step, made.units, supervised=rows, weight=self.warm_start.weight)
             with self.timeline.span("train", units=made.num_trained):
-                trained = step_metrics(await asyncio.to_thread(trainer.step, made.units, **beside))
+                trained = step_metrics(await asyncio.to_thread(train))
             trained = {**trained, **scored.get_metrics(trained)}
         else:
             with log.span("score"):

@@ -80,7 +80,7 @@ class RecordedRow:
     """None if the row was not trained, or nothing is known of single tokens."""
 
 
-def _make_rows(trajectory: Trajectory) -> list[RecordedRow]:
+def _make_untrained_rows(trajectory: Trajectory) -> list[RecordedRow]:
     """The rows of a trajectory that nobody trains on."""
     pairs = zip(find_trained_paths(trajectory.tree), export_samples(trajectory.tree, 0.0), strict=True)
     return [RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None) for path, row in pairs]
@@ -90,7 +90,7 @@ def write_groups(
     folder: FilePath,
     head: Mapping[str, Any],
     groups: Sequence[TrajectoryGroup],
-    _make_rows: Callable[[Trajectory], Sequence[RecordedRow]] = _make_rows,
+    make_rows: Callable[[Trajectory], Sequence[RecordedRow]] = _make_untrained_rows,
 ) -> FilePath:
     """Write the file of a step, or of an evaluation of a set: `head` is the first line without what `groups` say.
 
@@ -102,7 +102,7 @@ def write_groups(
     def make_records() -> Iterator[dict[str, Any]]:
         for group in groups:
             for member in group.trajectories:
-                rows = _make_rows(member)
+                rows = make_rows(member)
                 images.update(_find_images(member, [each.row for each in rows]))
                 yield make_record(group.group_id, member, rows, data=group.data)
 
