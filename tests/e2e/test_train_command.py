@@ -69,7 +69,11 @@ def test_a_run_whose_rewards_are_all_equal_stops_with_a_sentence(tmp_path, capsy
         ("--algorithm", "rloo", "algorithm must be 'grpo' as in the run in {output}, got 'rloo'"),
         ("--trainer.optimizer.eps", "1", "trainer.optimizer.eps must be 1e-08 as in the run in {output}, got 1.0"),
         ("--rollouts.group-size", "1", "rollouts.group_size must be >= 2, got 1"),
-        ("--learning-rate", "1", "did you mean --trainer.optimizer.learning-rate or --warm-up.learning-rate?"),
+        (
+            "--learning-rate",
+            "1",
+            "did you mean --trainer.optimizer.learning-rate or --warm-start.learning-rate or --warm-up.learning-rate?",
+        ),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(tmp_path, capsys, name, value, message):
