@@ -16,7 +16,9 @@ LORA = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
 
 
 @pytest.mark.parametrize(
-    ("parallel", "names"), [("tensor", WHOLE), ("data", (*WHOLE, "policy_adapter"))], ids=["tensor", "data"]
+    ("parallel", "names"),
+    [("tensor", WHOLE), ("data", WHOLE), ("data", ("policy_adapter",))],
+    ids=["tensor-whole", "data-whole", "data-adapter"],
 )
 def test_what_must_reach_each_worker_does(tmp_path: Path, parallel: str, names: tuple[str, ...]) -> None:
     """As a command, whose processes are not forks of one: they differ in the order of sets."""

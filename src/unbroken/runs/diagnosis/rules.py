@@ -250,6 +250,9 @@ def _find_same_completions(evidence: Evidence) -> str | None:
     # In an evaluation: greedy sampling, or problems that are solved each time.
     if evidence.is_evaluation or _find_low_temperature(evidence) is not None:
         return None
+    # Two rollouts of each group are looked at: they were alike where others of the step's groups had other rewards.
+    if _find_share(steps, ["groups/num_zero_variance"], "groups/num_compared", least=0.95) is None:
+        return None
     return f"the policy says the same to a problem each time it is asked ({_count_looked_at(notes)})"
 
 
