@@ -134,9 +134,9 @@ _README_OF_TINY = """
 `model` has 0.1 million parameters and knows one task: `Start at "raka".`, calls of `lookup` with one `key`, and
 `Answer: "pemi"`, with words of two small syllables. In 20 steps it learns a rule that is the same for all problems:
 which of the words that it has seen to answer, or a number of lookups. It does not learn one that depends on what a
-lookup returns, and a second reward that wants what the first does not need is lost if its weight is small. Capitals, other
-words and other tools never come: for these put a model of your own into `task.toml`, by its name on the hub or its
-folder, and a learning rate of 1e-6.
+lookup returns, and a second reward that wants what the first does not need is lost if its weight is small. Capitals,
+other words and other tools never come: for these put a model of your own into `task.toml`, by its name on the hub or
+its folder, and a learning rate of 1e-6.
 
 The same from Python, without files: `unbroken.fit` (docs/getting-started.md in the clone, "Without files").
 
