@@ -170,7 +170,7 @@ def expect_same_update(
     return stats
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "distillation"])  # of a teacher alone
 def test_an_update_is_that_of_the_papers_formula_over_trajectories(units, name):
     expect_same_update(units, name, old_logprobs=OldLogprobs.SAMPLER)
 
