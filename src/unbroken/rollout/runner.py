@@ -538,7 +538,7 @@ class _Conversation:
         self.messages.append(message)
         if turn.cut_by is not None:
             self._counters.count(Event.TRUNCATION, turn.cut_by)
-        if sequence.num_sampled < len(sequence.completion_ids):
+        if sequence.num_given > 0:
             self._counters.count(Event.CLOSING, "thinking")
         for failure in parsed.failures:
             self._counters.count(Event.PARSE_FAILURE, failure.status)

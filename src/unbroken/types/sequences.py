@@ -223,6 +223,11 @@ class SampledSequence:
         return sum(span.stop - span.start for span in self.version_spans)
 
     @property
+    def num_given(self) -> int:
+        """Number of ids that were given between sampled ones, to close reasoning that was too long."""
+        return len(self.completion_ids) - self.num_sampled
+
+    @property
     def policy_versions(self) -> NDArray[np.int32]:
         """[C] the policy version of each id; `NO_VERSION` where it was given."""
         out = np.full(len(self.completion_ids), NO_VERSION, dtype=np.int32)
@@ -363,7 +368,7 @@ class SampleResult:
         if len(self.sequences) != request.n:
             raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
         for sequence in self.sequences:
-            if sequence.num_sampled != len(sequence.completion_ids):
+            if sequence.num_given > 0:
                 raise EngineError(
                     f"the engine reports the versions of {sequence.num_sampled} of {len(sequence.completion_ids)} "
                     f"completion_ids: every id that it sampled needs one ({request.request_id})"

@@ -98,8 +98,8 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
 
 def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
     """The keys of a turn that say how many ids were sampled, how many were given inside, by whom and which versions."""
-    versions, num_sampled = sequence.policy_versions, sequence.num_sampled
-    counts = {"num_sampled": num_sampled, "num_forced": len(sequence.completion_ids) - num_sampled}
+    versions = sequence.policy_versions
+    counts = {"num_sampled": sequence.num_sampled, "num_forced": sequence.num_given}
     return {**counts, "policy": policy, "policy_versions": find_runs(versions, where=versions != NO_VERSION)}
 
 

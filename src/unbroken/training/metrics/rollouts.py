@@ -192,7 +192,7 @@ def _num_prompt_ids(trajectory: Trajectory) -> int:
 
 
 def _num_forced_ids(turn: Turn) -> int:
-    return len(turn.sequence.completion_ids) - turn.sequence.num_sampled
+    return turn.sequence.num_given
 
 
 def _num_tool_calls(trajectory: Trajectory) -> int:
