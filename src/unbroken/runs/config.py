@@ -561,7 +561,7 @@ class RunConfig:
             )
         if self.loop.max_staleness > 0 and self.engine.kind is EngineKind.COLOCATED:
             raise InvalidInputError(
-                "loop.max_staleness must be 0 with engine.kind colocated, which sleeps while a step is trained, got "
+                "loop.max_staleness must be 0 with engine.kind colocated, whose GPU trains a step alone, got "
                 f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
         self.rollouts.check_engine(self.engine.kind)

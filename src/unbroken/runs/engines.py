@@ -100,6 +100,7 @@ async def open_engine(
     records_routing: bool = False,
     numerics: Numerics = Numerics.FAST,
     is_trained: bool = True,
+    lends_memory: bool = True,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
@@ -121,9 +122,10 @@ async def open_engine(
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
-            found = await stack.enter_async_context(
-                _start_colocated(config, source, device, rank, adapter_rank, image_processor, records_routing, numerics)
+            colocated = _start_colocated(
+                config, source, device, rank, adapter_rank, image_processor, records_routing, numerics, lends_memory
             )
+            found = await stack.enter_async_context(colocated)
         else:
             servers = config.urls if config.urls_file is None else FileDirectory(config.urls_file)
             if config.kind is EngineKind.STARTED:
@@ -203,8 +205,9 @@ async def _start_colocated(
     image_processor: ImageProcessor | None,
     records_routing: bool,
     numerics: Numerics,
+    lends_memory: bool,
 ) -> AsyncIterator[RunEngine]:
-    """Start vLLM on this process's GPU, or one on those of several; it sleeps during the steps.
+    """Start vLLM on this process's GPU, or one on those of several; it sleeps during the steps if it `lends_memory`.
 
     On a CPU it only pauses, having no sleep mode. All processes start theirs, or none: the others would wait for one
     that is gone.
@@ -220,6 +223,7 @@ async def _start_colocated(
         raise missing_extra(error, "engine.kind colocated needs vLLM", "vllm") from error
     # Nobody reads vLLM's statistics, which take time. As many logprobs as `unbroken serve` has: top_k is below them.
     options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
+    options += ["--enable-sleep-mode"] if lends_memory and device.type == "cuda" else []
     options += ["--max-logprobs", str(ServerLimits().max_top_logprobs)]
     options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.options]
 
@@ -230,25 +234,27 @@ async def _start_colocated(
     async with AsyncExitStack() as stack:
         if size > 1:
             shared = share_engine(start, source=source, rank=rank, size=size, device=device, processor=image_processor)
-            yield await stack.enter_async_context(shared)
+            found = await stack.enter_async_context(shared)
+            yield found if lends_memory else replace(found, before_update=None)
             return
         with fail_together(device):
             engine = await start()
             stack.push_async_callback(engine.close)
-        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_update=engine.sleep)
+        before_update = engine.sleep if lends_memory else None
+        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_update=before_update)
 
 
 def _device_options(device: torch.device, rank: Rank, size: int) -> list[str]:
-    """Options for vLLM on the GPUs of the processes that share it, which it lends; on a CPU it takes what is there."""
+    """Options for vLLM on the GPUs of the processes that share it; on a CPU it takes what is there."""
     parallel = ["--tensor-parallel-size", str(size)] if size > 1 else []
     if device.type != "cuda":
         return parallel
     if rank.num_processes == 1:
-        return ["--enable-sleep-mode"]
+        return []
     devices: list[int | None] = gather_object([device.index])
     first = rank.index // size * size
     numbers = ",".join(str(number) for number in devices[first : first + size])
-    return ["--enable-sleep-mode", "--device-ids", numbers, *parallel]
+    return ["--device-ids", numbers, *parallel]
 
 
 @asynccontextmanager

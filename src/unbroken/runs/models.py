@@ -33,7 +33,7 @@ from unbroken.runs.config import (
     is_address,
 )
 from unbroken.training.config import ParallelConfig, Reference
-from unbroken.training.memory import Layout, ModelSizes, describe_shortage
+from unbroken.training.memory import Layout, ModelSizes, describe_shortage, fits_beside_engine
 from unbroken.training.model.sharding import make_distributed_config, reshard
 from unbroken.types import SamplingParams, encode_image_settings
 
@@ -75,18 +75,37 @@ def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: fl
 
     Nothing is estimated of layers in float32, nor of a model whose config does not say its sizes.
     """
-    if config.precision is not Precision.BFLOAT16:
-        return
-    auto = AutoModelForImageTextToText if _is_image_text_only(source) else AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            model = auto.from_config(AutoConfig.from_pretrained(locate(source)))
-        sizes = ModelSizes.of(model, modules=config.lora.modules if config.lora else ())
-    except (AttributeError, OSError, TypeError, ValueError):
+    if (sizes := _find_sizes(source, config)) is None:
         return
     layout = _plan_layout(config, num_processes)
     if (shortage := describe_shortage(sizes, config.training, layout, device_bytes=device_bytes)) is not None:
         _logger.warning("%s may not fit: %s", source, shortage)
+
+
+def needs_engine_memory(source: str | Path, config: RunConfig, *, device_bytes: float, num_processes: int = 1) -> bool:
+    """Whether the trainer needs the memory of a colocated engine, so that this has to sleep while a step is trained.
+
+    It sleeps where nothing can be estimated, and where its options ask for it.
+    """
+    if "--enable-sleep-mode" in config.engine.options or (sizes := _find_sizes(source, config)) is None:
+        return True
+    layout, longest = _plan_layout(config, num_processes), find_context_length(source, config.engine)
+    return longest is None or not fits_beside_engine(
+        sizes, config.training, layout, device_bytes=device_bytes, longest_row=longest
+    )
+
+
+def _find_sizes(source: str | Path, config: RunConfig) -> ModelSizes | None:
+    """The sizes of the model; None if it is trained in float32, or its config does not say them."""
+    if config.precision is not Precision.BFLOAT16:
+        return None
+    auto = AutoModelForImageTextToText if _is_image_text_only(source) else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(AutoConfig.from_pretrained(locate(source)))
+        return ModelSizes.of(model, modules=config.lora.modules if config.lora else ())
+    except (AttributeError, OSError, TypeError, ValueError):
+        return None
 
 
 def _plan_layout(config: RunConfig, num_processes: int) -> Layout:
@@ -117,9 +136,13 @@ def _find_engine_share(config: RunConfig) -> float:
     """The share of a GPU's memory that a colocated vLLM takes for itself: its option, or vLLM's default."""
     if config.engine.kind is not EngineKind.COLOCATED:
         return 0.0
-    words = [part for word in config.engine.options for part in word.split("=", 1)]
-    option = "--gpu-memory-utilization"
-    return float(next((words[k + 1] for k, word in enumerate(words[:-1]) if word == option), "0.9"))
+    return float(_find_option(config.engine, "--gpu-memory-utilization", "0.9"))
+
+
+def _find_option(engine: EngineConfig, name: str, default: str) -> str:
+    """The value of an option of vLLM, which takes the last one of a name."""
+    words = [part for word in engine.options for part in word.split("=", 1)]
+    return next((words[k + 1] for k in reversed(range(len(words) - 1)) if words[k] == name), default)
 
 
 _DEFAULT = ModelSettings()
@@ -239,8 +262,7 @@ def find_context_length(source: str | Path, engine: EngineConfig) -> int | None:
         model = DecoderConfig(AutoConfig.from_pretrained(locate(source))).max_positions
     except (OSError, ValueError):
         return None  # `load_model` has the error
-    words = [part for word in engine.options for part in word.split("=", 1)]
-    given = next((words[k + 1] for k, word in enumerate(words[:-1]) if word == "--max-model-len"), "")
+    given = _find_option(engine, "--max-model-len", "")
     own = (
         engine.embedded.context_length
         if engine.kind is EngineKind.EMBEDDED

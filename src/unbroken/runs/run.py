@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.console import Console
 
 from unbroken.errors import InvalidInputError
@@ -40,6 +41,7 @@ from unbroken.runs.models import (
     load_config,
     load_model,
     locate,
+    needs_engine_memory,
     prepare_model,
     warn_about_memory,
 )
@@ -63,7 +65,7 @@ from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.model.sharding import check_heads
+from unbroken.training.model.sharding import check_heads, on_device
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together
 from unbroken.training.warm_start import WarmStart
@@ -247,7 +249,7 @@ async def open_run(
         processor = None if images is None else images.processor
         begin(f"opening the engine ({config.engine.kind})")
         engine = await _open_engine(
-            stack, config, sampled, source=model, device=accelerator.device, rank=rank, processor=processor
+            stack, config, sampled, source=model, accelerator=accelerator, rank=rank, processor=processor
         )
         if processes is not None:
             stack.push_async_callback(processes.close)  # before its servers
@@ -305,8 +307,23 @@ def _warn(config: RunConfig, model: str | Path, accelerator: Accelerator) -> Non
             config.loop.max_staleness,
         )
     if accelerator.device.type == "cuda":
-        total = torch.cuda.mem_get_info(accelerator.device)[1]
-        warn_about_memory(model, config, device_bytes=total, num_processes=accelerator.num_processes)
+        num_processes = accelerator.num_processes
+        warn_about_memory(model, config, device_bytes=_count_bytes(accelerator.device), num_processes=num_processes)
+
+
+def _lends_memory(config: RunConfig, model: str | Path, accelerator: Accelerator) -> bool:
+    """Whether the engine sleeps during updates; the same in all processes, which meet for it."""
+    if config.engine.kind is not EngineKind.COLOCATED or accelerator.device.type != "cuda":
+        return True
+    size, num_processes = _count_bytes(accelerator.device), accelerator.num_processes
+    own = needs_engine_memory(model, config, device_bytes=size, num_processes=num_processes)
+    with on_device(accelerator.device):
+        return any(gather_object([own]))
+
+
+def _count_bytes(device: torch.device) -> int:
+    """The memory of a GPU."""
+    return torch.cuda.mem_get_info(device)[1]
 
 
 async def _open_engine(
@@ -315,7 +332,7 @@ async def _open_engine(
     policy: Any,
     *,
     source: str | Path,
-    device: torch.device,
+    accelerator: Accelerator,
     rank: Rank,
     processor: ImageProcessor | None,
 ) -> RunEngine:
@@ -326,12 +343,13 @@ async def _open_engine(
             model=policy,
             source=source,
             output=config.output,
-            device=device,
+            device=accelerator.device,
             rank=rank,
             image_processor=processor,
             adapter_rank=config.adapter_rank,
             records_routing=config.trainer.routing_replay,
             numerics=config.trainer.numerics,
+            lends_memory=_lends_memory(config, source, accelerator),
         )
     )
     fix_rotary(policy, engine.engine.context_length)

@@ -115,7 +115,7 @@ class Layout:
     num_copies: int = 0
     """Further models: a separate reference, the embedded engine's."""
     engine_share: float = 0.0
-    """Of the GPU, of an engine that sleeps while a step is trained."""
+    """Of the GPU, of an engine in the trainer's process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +135,17 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The most at a time: in a step, or while the engine samples."""
-        held = self.weights + self.copies + self.optimizer + _OF_PROCESS
-        return held + max(self.gradients + self.of_pass, self.engine)
+        return self._held + max(self.gradients + self.of_pass, self.engine)
+
+    @property
+    def total_awake(self) -> int:
+        """The most at a time if the engine keeps its memory while a step is trained."""
+        return self._held + self.gradients + self.of_pass + self.engine
+
+    @property
+    def _held(self) -> int:
+        """Of the trainer, all the time."""
+        return self.weights + self.copies + self.optimizer + _OF_PROCESS
 
     def __str__(self) -> str:
         parts = {
@@ -208,6 +217,19 @@ def count_pass_bytes(sizes: ModelSizes, config: TrainerConfig, layout: Layout, n
         forward = (rounded if not rank else 0) + scoring + ends * num_ids
         return kept + max(forward, head + ends * num_ids, of_layer * num_ids)
     return rounded + head + (sizes.num_layers * of_layer + ends) * num_ids
+
+
+def fits_beside_engine(
+    sizes: ModelSizes, config: TrainerConfig, layout: Layout, *, device_bytes: float, longest_row: int
+) -> bool:
+    """Whether a step can be trained while the engine keeps its memory; `longest_row` is in ids.
+
+    A row that is longer than a pass is a pass by itself. A share of the GPU is left free, for what is not counted and
+    for what the allocator cannot use.
+    """
+    chosen = estimate_memory(sizes, config, layout, device_bytes=device_bytes).num_ids
+    found = estimate_memory(sizes, config, layout, device_bytes=device_bytes, num_ids=max(chosen, longest_row))
+    return found.total_awake <= USABLE_SHARE * device_bytes
 
 
 def _find_remedies(

@@ -26,7 +26,14 @@ from unbroken.runs.config import (
     RunConfig,
 )  # fmt: skip
 from unbroken.runs.engines import open_engine
-from unbroken.runs.models import check_config_changes, find_revision, load_model, prepare_model, warn_about_memory
+from unbroken.runs.models import (
+    check_config_changes,
+    find_revision,
+    load_model,
+    needs_engine_memory,
+    prepare_model,
+    warn_about_memory,
+)
 from unbroken.runs.processes import Rank
 from unbroken.training.config import LoopConfig, ParallelConfig, TrainerConfig
 
@@ -168,6 +175,24 @@ def test_a_run_that_will_not_fit_is_warned_of_before_its_model_is_loaded(phi3, p
     warn_about_memory(phi3, run_config(precision=Precision(precision)), device_bytes=gib * 2**30)
     assert ("GiB are needed on a GPU of 0.5 GiB" in caplog.text) == warns
     assert ("lora.rank = 16" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "needs"),
+    [
+        ({}, 8, False),
+        ({}, 0.5, True),
+        ({"precision": Precision.FLOAT32}, 8, True),  # nothing is estimated
+        ({"options": ("--enable-sleep-mode",)}, 8, True),
+        ({"options": ("--gpu-memory-utilization=0.9",)}, 8, True),
+    ],
+)
+def test_an_engine_sleeps_where_the_trainer_needs_its_memory_or_its_options_ask_for_it(phi3, changes, gib, needs):
+    options = ("--gpu-memory-utilization", "0.3", *changes.get("options", ()))
+    others = {name: value for name, value in changes.items() if name != "options"}
+    engine = EngineConfig(kind=EngineKind.COLOCATED, options=options)
+    config = run_config(**{"precision": Precision.BFLOAT16, "engine": engine, **others})
+    assert needs_engine_memory(phi3, config, device_bytes=gib * 2**30) == needs
 
 
 def test_processes_that_share_the_ids_of_rows_are_warned_of_what_each_needs(phi3, caplog):

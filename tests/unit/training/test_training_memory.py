@@ -13,7 +13,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.adapted import with_lora
 from support.models import tiny_qwen3
 from unbroken.training.config import OptimizerConfig, OptimizerName, TrainerConfig
-from unbroken.training.memory import GIB, Layout, ModelSizes, count_pass_bytes, describe_shortage, estimate_memory
+from unbroken.training.memory import (
+    GIB,
+    Layout,
+    ModelSizes,
+    count_pass_bytes,
+    describe_shortage,
+    estimate_memory,
+    fits_beside_engine,
+)
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 SHAPES = {
@@ -127,6 +135,20 @@ def test_an_engine_that_samples_needs_its_share_beside_weights_and_optimizer():
     text = describe_shortage(sizes_of("Qwen3-1.7B"), PLAIN, layout, device_bytes=H100)
     assert text is not None
     assert 'engine.options = ["--gpu-memory-utilization", "0.3"]' in text
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "longest_row", "fits"),
+    [
+        ("Qwen3-0.6B", 0.3, 8_192, True),
+        ("Qwen3-0.6B", 0.6, 8_192, False),  # the engine's share
+        ("Qwen3-0.6B", 0.3, 65_536, False),  # a row that is a pass by itself
+        ("Qwen3-4B", 0.2, 8_192, False),  # weights and optimizer
+    ],
+)
+def test_an_engine_may_stay_awake_where_a_step_fits_beside_it(name, share, longest_row, fits):
+    layout = replace(WHOLE, engine_share=share)
+    assert fits_beside_engine(sizes_of(name), PLAIN, layout, device_bytes=H100, longest_row=longest_row) == fits
 
 
 def test_each_choice_needs_what_it_says():
