@@ -520,7 +520,8 @@ class _Conversation:
         )
         prompt_end = attach_given(self.tree, prompt.parent, prompt.given)
         end = self.tree.add_sampled(sequence, parent=prompt_end)
-        sequence = replace(sequence, routed_experts=None)  # those of all turns before too; the tree has them once
+        if sequence.routed_experts is not None:  # those of all turns before too; the tree has them once
+            sequence = replace(sequence, routed_experts=None)
         message = parsed.to_message(self._new_call_ids(parsed.tool_calls))
         turn = Turn(
             prompt_end=prompt_end,
