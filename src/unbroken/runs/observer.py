@@ -161,6 +161,10 @@ class TrainingObserver(RunObserver):
         total = num_rows * self._config.trainer.num_iterations
         self._begin(f"step {rollouts.step}: training", total=total, unit="rows")
 
+    async def settle(self) -> None:
+        """Wait for the file of the last step's rollouts: a run that continues after a step has those of all steps."""
+        await self._recorder.finish()
+
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Show the step's metrics, and log the evaluations so far."""
         num_steps = self._config.loop.num_steps

@@ -185,6 +185,7 @@ async def _closing(steps: StepRunner) -> AsyncIterator[None]:
     try:
         yield
         await steps.publication.end()
+        await steps.observer.settle()
         if checkpoints is not None:
             await asyncio.to_thread(checkpoints.finish, steps.trainer)
     except OutageError as error:
@@ -192,6 +193,7 @@ async def _closing(steps: StepRunner) -> AsyncIterator[None]:
             raise OutageError(
                 f"{error}. The run had no `checkpoints` and begins anew when it is started again"
             ) from error
+        await steps.observer.settle()
         await asyncio.to_thread(checkpoints.save_last, steps.trainer, steps.last)
         raise OutageError(
             f"{error}. The run stands after {steps.num_made} steps in {checkpoints.folder}: start it again once "

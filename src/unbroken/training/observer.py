@@ -1,6 +1,7 @@
 """What a run sees of its steps, and does around them.
 
 groups ──► before_update ──► on_rollouts ──► updates ──► publish ──► on_step ──► after_step      around_step: all of it
+                                             └► settle, before a checkpoint and after the last step
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class RunObserver:
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """See a step's rollouts before they are trained on."""
+
+    async def settle(self) -> None:
+        """Finish what runs beside the steps, before a checkpoint of them is written and after the last one."""
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """See the metrics of a step, numbered from 0, once they are written."""

@@ -313,6 +313,7 @@ class StepRunner:
         started = time.perf_counter()
         if await asyncio.to_thread(self.checkpoints.agree_if_due, self.trainer, num_steps, last=self.config.num_steps):
             with self.timeline.span("checkpoint"):
+                await self.observer.settle()
                 await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
         self.log.end_checkpoint(time.perf_counter() - started)
 
@@ -339,6 +340,7 @@ class StepRunner:
             self.observer.warn(f"step {step} trained nothing: {reasons}")
         if self.num_empty == self.config.max_empty_steps:
             newest = None
+            await self.observer.settle()
             if self.checkpoints is not None:
                 await asyncio.to_thread(self.checkpoints.save_last, self.trainer, self.last)
                 newest = find_checkpoints(self.checkpoints.folder)[step + 1]

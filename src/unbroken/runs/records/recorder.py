@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,9 +41,9 @@ class _TrainedRows:
         return self._rows.get(_key(row))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Recorder:
-    """Writes a sample of each step's rollouts; each process writes its own rollouts."""
+    """Writes a sample of each step's rollouts, beside its update; each process writes its own rollouts."""
 
     config: RolloutLogConfig
     trainer: Trainer
@@ -52,14 +53,15 @@ class Recorder:
     rank: Rank
     num_steps: int
     """Of the run, over which `max_mb` is spread."""
+    _writing: asyncio.Task[Path] | None = field(init=False, default=None)
+    """Of the last step's file."""
 
     async def record(self, rollouts: StepRollouts) -> None:
-        """Write the chosen groups of a step. Every process calls it.
+        """Begin to write the chosen groups of a step, after those of the step before. Every process calls it.
 
-        Raises:
-            MetricsError: the file cannot be written.
-            TrainingError: another process raised it.
+        Raises: as `finish`.
         """
+        await self.finish()
         if self.config.groups == 0:
             return
         room = await asyncio.to_thread(self._find_room, rollouts.step)
@@ -67,7 +69,22 @@ class Recorder:
         rows = await asyncio.to_thread(_export_rows, groups)
         scores = await self._score(choose_scored(groups, self.config.scored_groups), rows, rollouts)
         with self.trainer.fail_together():
-            await asyncio.to_thread(self._write, rollouts, groups, rows, scores)
+            head, described = await asyncio.to_thread(self._describe, rollouts, groups, rows, scores)
+        # What is written from here on does not change, and needs neither the trainer nor its GPU.
+        write = partial(write_groups, self.folder, head, groups, lambda member: described[member.trajectory_id])
+        self._writing = asyncio.create_task(asyncio.to_thread(write))
+
+    async def finish(self) -> None:
+        """Wait until the file of the last step is written. Every process calls it.
+
+        Raises:
+            MetricsError: the file cannot be written.
+            TrainingError: another process raised it.
+        """
+        writing, self._writing = self._writing, None
+        with self.trainer.fail_together():
+            if writing is not None:
+                await writing
 
     def _find_room(self, step: int) -> float:
         """How many bytes the step may have: an equal part of `max_mb`, and what the steps before it have left."""
@@ -90,14 +107,14 @@ class Recorder:
         scores = iter(await asyncio.to_thread(self.trainer.score, chosen))
         return {name: [next(scores) for _ in rows[name]] for name in names}
 
-    def _write(
+    def _describe(
         self,
         rollouts: StepRollouts,
         groups: Sequence[TrajectoryGroup],
         rows: _RowsByTrajectory,
         scores: Mapping[str, Sequence[RowScores]],
-    ) -> None:
-        trained = _TrainedRows(self.trainer, rollouts.units)
+    ) -> tuple[Mapping[str, Any], Mapping[str, Sequence[RecordedRow]]]:
+        """The head of the file, and the rows of each trajectory by its id: all that the update is about to change."""
         head = {
             "step": rollouts.step,
             "rank": self.rank.index,
@@ -109,12 +126,11 @@ class Recorder:
             **describe_rewards([group.rewards for group in rollouts.groups]),
             "counters": rollouts.counters.as_dict(),
         }
-
-        def describe(member: Trajectory) -> list[RecordedRow]:
-            name = member.trajectory_id
-            return self._describe_rows(member, rows[name], scores.get(name), trained)
-
-        write_groups(self.folder, head, groups, describe)
+        trained = _TrainedRows(self.trainer, rollouts.units)
+        members = {member.trajectory_id: member for group in groups for member in group.trajectories}
+        return head, {
+            name: self._describe_rows(member, rows[name], scores.get(name), trained) for name, member in members.items()
+        }
 
     def _describe_rows(
         self,

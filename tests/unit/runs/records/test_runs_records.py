@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs import run as runs_run
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
+from unbroken.runs.records import recorder
 from unbroken.runs.records.files import (
     find_expected,
     find_records,
@@ -35,6 +38,7 @@ from unbroken.runs.records.files import (
 )
 from unbroken.runs.records.record import write_groups
 from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, choose_scored
+from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
 from unbroken.viewer.sources.rollouts import check_record
 
@@ -130,6 +134,44 @@ def test_what_is_kept_changes_nothing_about_the_training(whole, tmp_path, model)
         [(line["reward/mean"], line["train/num_tokens"]) for line in metrics(each)] for each in (tmp_path, whole)
     )
     assert ours == theirs
+
+
+def test_no_checkpoint_of_a_step_is_written_before_its_rollouts_are(tmp_path, model, monkeypatch):
+    """They are written beside the update: here only once it has made its step."""
+    updated, found = threading.Event(), []
+
+    def write_late(*arguments: Any) -> Path:
+        assert updated.wait(60)
+        updated.clear()
+        return write_groups(*arguments)
+
+    class Observed(Checkpoints):
+        def agree_if_due(self, *arguments: Any, **keywords: Any) -> bool:
+            updated.set()
+            return super().agree_if_due(*arguments, **keywords)
+
+        def save(self, trainer: Any, last: Any) -> None:
+            found.append((last.num_steps, sorted(step for step, _ in find_records(tmp_path / "run/rollouts"))))
+            super().save(trainer, last)
+
+    monkeypatch.setattr(recorder, "write_groups", write_late)
+    monkeypatch.setattr(runs_run, "Checkpoints", Observed)
+    assert train(tmp_path / "run", model, "--loop.num-steps=3", "--checkpoints.every=2") == 0
+    assert found == [(1, [0]), (2, [0, 1]), (3, [0, 1, 2])]  # the first and the last step have one too
+
+
+def test_rollouts_that_cannot_be_written_end_the_run_before_its_next_step_is_trained(
+    tmp_path, model, monkeypatch, capsys
+):
+    def fail_once(folder: Path, head: Any, *arguments: Any) -> Path:
+        if head["step"] == 1:
+            raise MetricsError("rollouts of step 1 cannot be written: No space left")
+        return write_groups(folder, head, *arguments)
+
+    monkeypatch.setattr(recorder, "write_groups", fail_once)
+    assert train(tmp_path, model, "--loop.num-steps=4") == 1
+    assert "rollouts of step 1 cannot be written" in capsys.readouterr().err
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1]
 
 
 @pytest.mark.parametrize(
