@@ -27,7 +27,7 @@ from unbroken.messages import Message, get_text
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import CheckpointConfig, Precision, RolloutConfig, RunConfig
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 
 TURN_IDS = {"sums": 24, "tool": 32}
@@ -145,12 +145,10 @@ def options_of(task: str) -> list[str]:
     return [f"--task={task}", turns, num_ids]
 
 
-async def run(config: Config) -> None:
-    """Train on the problems of the task."""
+async def make_task(config: Config) -> Task:
+    """The problems of the task."""
 
     def problems(seed: int) -> Problems:
         return Problems(env=lambda number: EpisodeEnv(config.task, make_problem(config.task, seed, number)))
 
-    await train_model(
-        config, model=config.model, train_on=problems(config.seed), evaluate_on=problems(1000 + config.seed)
-    )
+    return Task(model=config.model, train_on=problems(config.seed), evaluate_on=problems(1000 + config.seed))

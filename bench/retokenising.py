@@ -65,6 +65,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineConfig, EngineKind, Precision, RolloutConfig
+from unbroken.runs.recipe import Task
 from unbroken.runs.run import open_run
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
@@ -454,9 +455,8 @@ async def make_run(kind: Kind, seed: int, model: Path, output: Path, arguments: 
     train_on, evaluate_on = make_problems("train", seed), make_problems("evaluation", seed)
     accelerator = Accelerator(cpu=is_cpu, mixed_precision="bf16" if precision is Precision.BFLOAT16 else "no")
     begun = time.monotonic()
-    async with open_run(
-        config, model=model, train_on=train_on, evaluate_on=[evaluate_on], accelerator=accelerator
-    ) as run:
+    task = Task(model=model, train_on=train_on, evaluate_on=evaluate_on)
+    async with open_run(config, task, accelerator=accelerator) as run:
         source: GroupSource = Collector(run.sampler)
         compared: dict[str, Retokenised] = {}
         if kind.rows != "exact":

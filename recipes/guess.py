@@ -21,7 +21,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, tool
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig
 from unbroken.types import FinishReason, SamplingParams
 
@@ -93,10 +93,10 @@ def make_env(number: int, split: str, seed: int, largest: int = 20) -> GuessEnv:
     return GuessEnv(secret, largest, with_hint=number % 2 == 1)
 
 
-async def run(config: Config) -> None:
-    """Train on random numbers."""
+async def make_task(config: Config) -> Task:
+    """Random numbers to guess."""
 
     def numbers(split: str) -> Problems:
         return Problems(env=lambda number: make_env(number, split, config.seed, config.largest))
 
-    await train_model(config, model=config.model, train_on=numbers("train"), evaluate_on=numbers("evaluation"))
+    return Task(model=config.model, train_on=numbers("train"), evaluate_on=numbers("evaluation"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import lookup_problems
 from unbroken.runs.processes import main_process_first
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class Config(LookupConfig):
     """Attention heads of the model that is made; 2 makes them wide enough for vLLM."""
 
 
-async def run(config: Config) -> None:
-    """Warm up a model, unless the run has one already, and train it."""
+async def make_task(config: Config) -> Task:
+    """Warm up a model, unless the run has one already, to be trained on lookups."""
     from unbroken.demo.model import write_warm_model  # with torch: once the settings are known to be right
 
     model = config.model or config.output / "model"
@@ -40,8 +40,7 @@ async def run(config: Config) -> None:
         if not model.exists():
             warm_up = partial(write_warm_model, model, config.warm_up, seed=config.seed, num_heads=config.num_heads)
             await asyncio.to_thread(warm_up)
-    await train_model(
-        config,
+    return Task(
         model=model,
         train_on=lookup_problems("train", config.seed),
         evaluate_on=lookup_problems("evaluation", config.seed),

@@ -22,7 +22,7 @@ from unbroken.demo.lookup import LookupTask, lookup_tool, style_of
 from unbroken.rollout.agents.session import AgentSession, AgentTask
 from unbroken.runs.collector import Problems
 from unbroken.runs.processes import main_process_first
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 
 MAX_TURNS = 6
 
@@ -66,16 +66,15 @@ def lookup_attempts(name: str, seed: int) -> Problems:
     return Problems(agent=agent)
 
 
-async def run(config: Config) -> None:
-    """Warm up a model, unless the run has one already, and train it."""
+async def make_task(config: Config) -> Task:
+    """Warm up a model, unless the run has one already, to be trained on lookups."""
     from unbroken.demo.model import write_warm_model  # with torch: once the settings are known to be right
 
     model = config.model or config.output / "model"
     with main_process_first():
         if not model.exists():
             await asyncio.to_thread(partial(write_warm_model, model, config.warm_up, seed=config.seed))
-    await train_model(
-        config,
+    return Task(
         model=model,
         train_on=lookup_attempts("train", config.seed),
         evaluate_on=lookup_attempts("evaluation", config.seed),

@@ -22,7 +22,7 @@ from unbroken.runs.algorithms import Algorithm
 from unbroken.runs.config import TeacherConfig, WarmStartConfig
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import DataName, ModelName
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig
 
 
@@ -74,14 +74,13 @@ def write_student(config: Config, teacher: Path) -> None:
         tokenizer.save_pretrained(part)
 
 
-async def run(config: Config) -> None:
-    """Write what is missing, and train."""
+async def make_task(config: Config) -> Task:
+    """Write what is missing, and train on lookups."""
     if config.teacher is None:
         raise InvalidInputError("teacher.models must be given: the student is half of the first one")
     with main_process_first():
         await asyncio.to_thread(write_student, config, Path(config.teacher.models[0]))
-    await train_model(
-        config,
+    return Task(
         model=config.model,
         train_on=lookup_problems("train", config.seed),
         evaluate_on=lookup_problems("evaluation", config.seed),

@@ -21,7 +21,7 @@ from unbroken.demo.lookup import LookupTask, answer_text, lookup_problems, tool_
 from unbroken.runs.config import WarmStartConfig
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import DataName
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig
 
 NUM_DEMONSTRATIONS = 1000
@@ -75,13 +75,12 @@ def write_inputs(config: Config, data: Path) -> None:
         data.write_text("".join(json.dumps(demonstrate(rng)) + "\n" for _ in range(NUM_DEMONSTRATIONS)), "utf-8")
 
 
-async def run(config: Config) -> None:
-    """Write what is missing, and train."""
+async def make_task(config: Config) -> Task:
+    """Write what is missing, and train on lookups."""
     with main_process_first():
         if config.warm_start is not None:
             await asyncio.to_thread(write_inputs, config, Path(config.warm_start.data))
-    await train_model(
-        config,
+    return Task(
         model=config.model,
         train_on=lookup_problems("train", config.seed),
         evaluate_on=lookup_problems("evaluation", config.seed),

@@ -9,10 +9,13 @@ name for what was given, so that `recipe.json` is complete but for the code.
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import hashlib
 import html
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,10 +121,36 @@ def fit(
         recipe = load_recipe(None)
         values = read_table(table, recipe.section, source="", folder=None)
         recipe = replace(recipe, name=FIT, values=values)
-        run_recipe(recipe, digests=_digest_code(objects), preflight=preflight)
+        run_recipe(recipe, digests=_digest_code(objects), preflight=preflight, run=_run_anywhere)
     finally:
         given_objects.reset(before)
     return FitResult(folder=Path(output))
+
+
+def _run_anywhere(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` in an event loop. Where one runs, as in a notebook, in another thread, with this one's context
+    variables; an interrupt cancels it.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(main)
+        return
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def run() -> None:
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        await main
+
+    with ThreadPoolExecutor(1, thread_name_prefix="unbroken run") as pool:
+        done = pool.submit(contextvars.copy_context().run, asyncio.run, run())
+        try:
+            done.result()
+        except KeyboardInterrupt:
+            loop, task = begun.result()
+            if not done.done() and task is not None:
+                loop.call_soon_threadsafe(task.cancel)
+            raise  # once the pool is closed, which waits until the run has closed what it had open
 
 
 def _make_table(

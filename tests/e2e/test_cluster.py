@@ -293,9 +293,9 @@ def write_unless_full(parent, *arguments, **options):
         raise WeightsError(f"{parent} cannot be written: {OSError(errno.ENOSPC, 'No space left on device')}")
     return write_weights(parent, *arguments, **options)
 
-async def run(config):
+async def make_task(config):
     store.write_weights = write_unless_full
-    await letters_recipe.run(config)
+    return await letters_recipe.make_task(config)
 """.replace("import errno", "import errno\nfrom unbroken.errors import WeightsError")
 
 

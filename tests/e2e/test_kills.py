@@ -157,12 +157,12 @@ from pathlib import Path
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.runs.collector import Problems
 from unbroken.runs.python_files import load_module
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 
 letters = load_module(Path(LETTERS))
 Config = letters.Config
 
-async def run(config):
+async def make_task(config):
     kills = config.output.with_suffix(".kills")
 
     def env(number):
@@ -173,7 +173,7 @@ async def run(config):
 
         return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], reward)
 
-    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+    return Task(model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
 """
 """Rollouts of step N end only after N kills, so each kill comes while groups are sampled."""
 

@@ -34,9 +34,9 @@ from support import letters_recipe
 
 Config = letters_recipe.Config
 
-async def run(config):
+async def make_task(config):
     Path(f"{config.output}-rank-{os.environ['RANK']}").write_text(str(os.getpid()))
-    await letters_recipe.run(config)
+    return await letters_recipe.make_task(config)
 """
 """Says which process is which rank."""
 

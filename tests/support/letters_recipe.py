@@ -12,7 +12,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.threads import run_in_daemon_thread
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
@@ -34,8 +34,8 @@ class Config(RunConfig):
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=12))
 
 
-async def run(config: Config) -> None:
-    """Train."""
+async def make_task(config: Config) -> Task:
+    """The letters."""
 
     held = config.output.with_name(f"{config.output.name}.held")
 
@@ -45,7 +45,7 @@ async def run(config: Config) -> None:
     def train_env(number: int) -> ToolEnv:
         return _wait_before_start(env(number), number // config.rollouts.problems_per_step, held)
 
-    await train_model(config, model=config.model, train_on=Problems(env=train_env), evaluate_on=Problems(env=env))
+    return Task(model=config.model, train_on=Problems(env=train_env), evaluate_on=Problems(env=env))
 
 
 def _wait_before_start(env: ToolEnv, step: int, held: Path) -> ToolEnv:

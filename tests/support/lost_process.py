@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Awaitable, Callable
 
 from torch.distributed import group
 
@@ -49,6 +50,12 @@ async def strangers() -> None:
         await asyncio.to_thread(group.WORLD.get_group_store().wait, ["done"])
 
 
+async def run(case: Callable[[], Awaitable[None]]) -> None:
+    """Run a case, as a run of training does."""
+    async with processes.ended_together():
+        await case()
+
+
 def main(case: str) -> None:
     """Run one of the cases."""
     processes._MEET_S = 3.0 if case == "killed_before" else 60.0
@@ -62,7 +69,7 @@ def main(case: str) -> None:
         del os.environ["MASTER_ADDR"]
     registered = []
     os.register_at_fork = lambda **what: registered.append(what)
-    asyncio.run(processes.end_together(globals()[case]()))
+    asyncio.run(run(globals()[case]))
     assert len(registered) == 1
     time.sleep(1)
     print("ended well")

@@ -12,7 +12,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import to_content
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig
 from unbroken.types import SamplingParams
 
@@ -56,7 +56,7 @@ def share_of_letters(messages) -> float:
     return sum(map(str.isalpha, text)) / len(text)
 
 
-async def run(config: Config) -> None:
-    """Train."""
+async def make_task(config: Config) -> Task:
+    """The pictures."""
     problems = Problems(env=PictureEnv)
-    await train_model(config, model=config.model, train_on=problems, evaluate_on=problems)
+    return Task(model=config.model, train_on=problems, evaluate_on=problems)

@@ -31,7 +31,7 @@ from unbroken.cluster.processes import Command, Kind, NodePlace, PartState, Runn
 from unbroken.cluster.registry import KEY, Registry
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.runs.folder import open_private
-from unbroken.runs.signals import run_until_terminated
+from unbroken.runs.signals import cancelled_by_sigterm
 
 _POLL_S, _EVERY_S = 0.5, 1.0
 _CALM_S, _MAX_WAIT_S = 60.0, 60.0
@@ -53,7 +53,7 @@ def run_on_cluster(plan: Plan, *, address: str | None, wait_s: float, is_untrust
     with _own_folder(plan):
         _connect(address, is_untrusted=is_untrusted)
         try:
-            run_until_terminated(_Run(plan).run(wait_s))
+            asyncio.run(_Run(plan).run(wait_s))
         finally:
             ray.shutdown()
 
@@ -142,8 +142,12 @@ class _Run:
         self._trains = asyncio.Event()
 
     async def run(self, wait_s: float) -> None:
-        """Run until the trainers have ended."""
-        await self._wait_for_nodes(wait_s)
+        """Run until the trainers have ended; SIGTERM ends all parts, and is raised as `Terminated`."""
+        with cancelled_by_sigterm():
+            await self._wait_for_nodes(wait_s)
+            await self._run_parts()
+
+    async def _run_parts(self) -> None:
         self._registry.note("run", "begin")
         self._place_parts()
         services = [[part] for part in self._plan.parts if part.kind is not Kind.TRAINERS]

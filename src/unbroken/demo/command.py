@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.progress import show_progress
-from unbroken.runs.signals import run_until_terminated
 
 
 def add_demo_parser(commands: Any) -> None:
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
         config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
 
     with show_progress():
-        result = run_until_terminated(run_demo(config))
+        result = asyncio.run(run_demo(config))
     print(make_report(result).to_text(), end="")
     print(f"report: {arguments.output / 'report.html'}")
     return 0

@@ -27,7 +27,9 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.diagnosis.evidence import Numbers, read_steps
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
+from unbroken.runs.recipe import Task
 from unbroken.runs.settings import describe
+from unbroken.runs.signals import cancelled_by_sigterm
 from unbroken.runs.training import TrainedRun, train_model
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.types import TrainingSample
@@ -42,11 +44,12 @@ async def run_demo(config: LookupConfig) -> DemoResult:
     Raises:
         InvalidInputError: the evaluation has too few problems for both JSON styles, the folder holds other files, or
             another run writes into it.
+        Terminated: SIGTERM came.
     """
     num_problems = config.evaluation.num_problems
     if num_problems < len(JsonStyle):
         raise InvalidInputError(f"evaluation.num_problems must be >= {len(JsonStyle)}, got {num_problems}")
-    with lock_folder(config.output):
+    with lock_folder(config.output), cancelled_by_sigterm():
         return await _train_and_report(config)
 
 
@@ -55,13 +58,12 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
     claim_folder(config.output, "unbroken demo", describe(config), anew=True)
     model = config.output / "model"
     await asyncio.to_thread(write_warm_model, model, config.warm_up, seed=config.seed)
-    trained = await train_model(
-        config,
+    task = Task(
         model=model,
         train_on=lookup_problems("train", config.seed),
         evaluate_on=lookup_problems("evaluation", config.seed),
-        accelerator=Accelerator(cpu=True),
     )
+    trained = await train_model(config, task, accelerator=Accelerator(cpu=True))
     tokenizer = load_tokenizer(model)
     texts = TemplateTexts(tokenizer=tokenizer, template_renderer=TemplateRenderer(tokenizer))
     retokenised = [_compare(texts, trajectory) for trajectory in trained.rollouts]

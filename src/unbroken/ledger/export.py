@@ -16,7 +16,8 @@ A branch whose turns were sampled at several temperatures gives a row for each, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,10 @@ from numpy.typing import NDArray
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.nodes import Origin, Path
 from unbroken.ledger.numbers import MAX_FLOAT32, to_finite_float32
-from unbroken.ledger.tree import TokenTree
 from unbroken.types import BoolMask, TrainingSample
+
+if TYPE_CHECKING:
+    from unbroken.ledger.tree import TokenTree
 
 
 def export_samples(
@@ -47,12 +50,12 @@ def export_samples(
             fewer than ids.
     """
     by_node = _check_advantages(tree, advantage)
-    return [_build_row(path, mask, temperature, by_node) for path, mask, temperature in _find_rows(tree)]
+    return [_add_advantages(path, row, by_node) for path, row in tree.rows]
 
 
-def find_trained_paths(tree: TokenTree) -> list[Path]:
-    """The path of each row of `export_samples`, in the same order; it may end after the row."""
-    return [path for path, _, _ in _find_rows(tree)]
+def build_rows(tree: TokenTree) -> tuple[tuple[Path, TrainingSample], ...]:
+    """The path of each row, which may end after the row, and the row with the advantage 0 (`TokenTree.rows`)."""
+    return tuple((path, _build_row(path, mask, temperature)) for path, mask, temperature in _find_rows(tree))
 
 
 def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, BoolMask, float]]:
@@ -113,7 +116,7 @@ def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
     return mask
 
 
-def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: _Advantages) -> TrainingSample:
+def _add_advantages(path: Path, row: TrainingSample, by_node: _Advantages) -> TrainingSample:
     # A path has a prefix of each of its nodes.
     advantages = np.concatenate(
         [
@@ -121,6 +124,10 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: _Ad
             for each in path.segments
         ]
     ).astype(np.float32)
+    return replace(row, advantages=np.where(row.loss_mask, advantages[: len(row.token_ids)], np.float32(0)))
+
+
+def _build_row(path: Path, loss_mask: BoolMask, temperature: float) -> TrainingSample:
     end = int(np.flatnonzero(loss_mask)[-1]) + 1
     return TrainingSample(
         token_ids=path.token_ids[:end],
@@ -128,7 +135,7 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: _Ad
         loss_mask=loss_mask[:end],
         rollout_logprobs=path.rollout_logprobs[:end],
         policy_versions=path.policy_versions[:end],
-        advantages=np.where(loss_mask[:end], advantages[:end], np.float32(0)),
+        advantages=np.zeros(end, dtype=np.float32),
         temperature=temperature,
         images=tuple(image for image in path.images if image.offset < end),
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],

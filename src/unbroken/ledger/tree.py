@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
+from unbroken.ledger.export import build_rows
 from unbroken.ledger.nodes import Node, Origin, Path, Position, Segment
 from unbroken.ledger.records import ImageRecord, StoredSession
 from unbroken.messages import ToolSchema
@@ -49,6 +50,7 @@ from unbroken.types import (
     RoutedExperts,
     SampledSequence,
     TokenIds,
+    TrainingSample,
     find_misplaced_span,
     freeze,
     token_ids,
@@ -67,6 +69,8 @@ class TokenTree:
         self._has_images = False
         self._last_ids: tuple[Position, TokenIds] | None = None
         """The path that was asked for last: the next prompt continues it."""
+        self._rows: tuple[int, Sequence[tuple[Path, TrainingSample]]] = (0, ())
+        """Those of so many nodes."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -82,6 +86,17 @@ class TokenTree:
     def sampled_versions(self) -> tuple[int, ...]:
         """The policy versions that sampled an id, ascending, each once."""
         return tuple(sorted(set().union(*(_find_versions(node.policy_versions) for node in self._sampled_nodes))))
+
+    @property
+    def rows(self) -> Sequence[tuple[Path, TrainingSample]]:
+        """The rows to train on, without advantages, each with its path, which may end after it (`export`).
+
+        A step trains them, compares them and records them: they are built once, and again if the tree has grown.
+        """
+        num_nodes = len(self._nodes)
+        if self._rows[0] != num_nodes:
+            self._rows = num_nodes, build_rows(self)
+        return self._rows[1]
 
     def copy(self) -> TokenTree:
         """A tree with the same nodes, to read in one thread while another adds to this one."""

@@ -43,7 +43,7 @@ from unbroken.rollout.trajectory import (
     sum_queue_s,
 )
 from unbroken.threads import DaemonThreads, run_in_daemon_thread
-from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
+from unbroken.types import FinishReason, SampledSequence, SampleRequest, SampleResult, SamplingParams
 
 _T = TypeVar("_T")
 CheckTools: TypeAlias = Callable[[Sequence[ToolSchema]], None]
@@ -145,23 +145,17 @@ async def _run_episode(
     clock = _Stopwatch()
     counters = Counters()
     conversation = _Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
-    close_error = None
+    env, close_error = None, None
     try:
         env = _check_type(make_env(), Env, "the environment must be")
+        episode = _Episode(
+            env=env, policy=policy, limits=limits, conversation=conversation, clock=clock, check_tools=check_tools
+        )
+        ending = await episode.add_reward(await episode.play())
     except BaseException as raised:
         ending = _make_failed_ending(raised)
-    else:
-        try:
-            episode = _Episode(
-                env=env,
-                policy=policy,
-                limits=limits,
-                conversation=conversation,
-                clock=clock,
-                check_tools=check_tools,
-            )
-            ending = await episode.play_to_end()
-        finally:
+    finally:
+        if env is not None:
             close_error = await _close(env, limits.close_timeout_s, counters)
     return Trajectory(
         trajectory_id=policy.trajectory_id,
@@ -227,48 +221,51 @@ class _Episode:
     env_s: float = 0.0
     """How long the environment, its tools and its reward have taken."""
 
-    async def play_to_end(self) -> _Ending:
-        """Play the episode and get its reward; an exception becomes a status."""
-        try:
-            try:
-                cause = await self._play()
-                if cause is TrajectoryStatus.ABORTED:
-                    return _Ending(cause=cause)
-                given = await self._wait_for_env(self._ask_reward(cause))
-            except _OutOfTimeError:
-                cause, limit_s = Limit.TIME, self.limits.close_timeout_s
-                late = TimeoutError(f"its reward after a time-out took longer than {limit_s:g} s")
-                given = await _wait_for(self._ask_reward(cause), limit_s, late)
-            reward = to_finite_float32(given, name="the reward", error=RewardError)
-            total = reward + sum(_fill_turn_rewards(self.conversation.turn_rewards))
-            return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
-        except BaseException as raised:
-            return _make_failed_ending(raised)
-
-    async def _play(self) -> Limit | TrajectoryStatus:
+    async def play(self) -> Limit | TrajectoryStatus:
         """Let environment and policy take turns, and return the limit or status that ended the episode."""
         env, turns, name = self.env, self.conversation.turns, type(self.env).__name__
-        started = await self._wait_for_env(env.start())
-        first = _check_type(started, EnvStart, f"{name}.start must return")
-        if self.check_tools is not None:
-            self.check_tools(first.tools)
-        outcome: EnvStart | Outcome = first
-        while not isinstance(outcome, Done):
-            async with self._limit_turn():
-                reply = await self._take_turn(outcome)
-            if not isinstance(reply, Reply):
-                return reply
-            stepped = await self._wait_for_env(env.step(reply))
-            answer: Outcome = _check_type(stepped, Outcome, f"{name}.step must return")
-            self.clock.add_answer(answer.calls if isinstance(answer, Continue) else ())
-            if answer.reward is not None:
-                earned = to_finite_float32(
-                    answer.reward, name=f"the reward of turn {len(turns) - 1}", error=RewardError
-                )
-                self.conversation.turn_rewards[-1] = earned
-            outcome = answer
-        cut_by = turns[-1].cut_by
-        return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
+        try:
+            started = await self._wait_for_env(env.start())
+            first = _check_type(started, EnvStart, f"{name}.start must return")
+            if self.check_tools is not None:
+                self.check_tools(first.tools)
+            outcome: EnvStart | Outcome = first
+            while not isinstance(outcome, Done):
+                async with self._limit_turn():
+                    reply = await self._take_turn(outcome)
+                if not isinstance(reply, Reply):
+                    return reply
+                stepped = await self._wait_for_env(env.step(reply))
+                answer: Outcome = _check_type(stepped, Outcome, f"{name}.step must return")
+                self.clock.add_answer(answer.calls if isinstance(answer, Continue) else ())
+                if answer.reward is not None:
+                    earned = to_finite_float32(
+                        answer.reward, name=f"the reward of turn {len(turns) - 1}", error=RewardError
+                    )
+                    self.conversation.turn_rewards[-1] = earned
+                outcome = answer
+            cut_by = turns[-1].cut_by
+            return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
+        except _OutOfTimeError:
+            return Limit.TIME
+
+    async def add_reward(self, cause: Limit | TrajectoryStatus) -> _Ending:
+        """The ending of an episode that was played, with the environment's reward and those of its turns."""
+        if cause is TrajectoryStatus.ABORTED:
+            return _Ending(cause=cause)
+        given: Any = None
+        if cause is not Limit.TIME:
+            try:
+                given = await self._wait_for_env(self._ask_reward(cause))
+            except _OutOfTimeError:
+                cause = Limit.TIME
+        if cause is Limit.TIME:
+            limit_s = self.limits.close_timeout_s
+            late = TimeoutError(f"its reward after a time-out took longer than {limit_s:g} s")
+            given = await _wait_for(self._ask_reward(cause), limit_s, late)
+        reward = to_finite_float32(given, name="the reward", error=RewardError)
+        total = reward + sum(_fill_turn_rewards(self.conversation.turn_rewards))
+        return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
 
     async def _take_turn(self, outcome: EnvStart | Continue | Rewrite) -> Reply | Limit | TrajectoryStatus:
         """Let the policy reply to the environment, or return the limit or status that ended the episode."""
@@ -407,18 +404,23 @@ class _Policy:
             ),
             images=prompt.images,
         )
+        asked = request if self.bound is None else self.bound.limit(request)
+        first = _take_sequence(await self.engine.sample(asked), asked)
         if self.bound is None:
-            return await self._ask_engine(request)
-        first = await self._ask_engine(self.bound.limit(request))
+            return first
         plan = functools.partial(self.bound.plan_rest, request, first, context_length=self.engine.context_length)
         rest = await _run_in_renderer_thread(self.renderer, plan)
-        return first if rest is None else first.then(rest[0], await self._ask_engine(rest[1]))
+        if rest is None:
+            return first
+        given_ids, asked = rest
+        return first.then(given_ids, _take_sequence(await self.engine.sample(asked), asked))
 
-    async def _ask_engine(self, request: SampleRequest) -> SampledSequence:
-        result = await self.engine.sample(request)
-        result.check_answers(request)
-        add_effort(len(result.sequences[0].completion_ids))
-        return result.sequences[0]
+
+def _take_sequence(result: SampleResult, request: SampleRequest) -> SampledSequence:
+    """The only sequence of a result, which must answer the request; its ids are counted as effort."""
+    result.check_answers(request)
+    add_effort(len(result.sequences[0].completion_ids))
+    return result.sequences[0]
 
 
 def _find_cut(sequence: SampledSequence, budget: TurnBudget) -> Limit | None:

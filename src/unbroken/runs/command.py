@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -20,7 +21,6 @@ from typing import Any
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.reports import format_json
 from unbroken.runs.processes import SAMPLER_KEY
-from unbroken.runs.signals import run_until_terminated
 
 COMMON_FIELDS = (
     *("model", "data.file", "environment", "output", "seed", "algorithm", "loop.num_steps", "loop.max_staleness"),
@@ -320,7 +320,7 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
 
     values = read_options(options, section_of(RunConfig))
     sizes = {"num_rows": arguments.rows, "max_tokens": arguments.max_tokens}
-    reports = run_until_terminated(Comparison(source=arguments.model, values=values, **sizes).measure())
+    reports = asyncio.run(Comparison(source=arguments.model, values=values, **sizes).measure())
     report = make_report(reports)
     print(report.to_json() if arguments.json else report.to_text(), end="")
     return 0 if all(each.is_exact for each in reports if each.numerics == "exact") else 1
@@ -446,16 +446,15 @@ def _check_task(path: Path) -> None:
         from unbroken.runs.run import check_without_training
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a task needs the train extra", "train") from error
-    from unbroken.runs.recipe import OpenRecipe, load_recipe
+    from unbroken.runs.recipe import load_recipe
     from unbroken.runs.training import run_without_training
 
     recipe = load_recipe(path)
     config = recipe.configure(())
     check = partial(check_without_training, output=config.output)
-    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, evaluate=check)
     # Before the recipe makes its problems: agents' logs in the task's own folder kept `unbroken train` out of it.
     with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:
-        run_without_training(recipe, replace(config, output=Path(folder)), opened)
+        run_without_training(recipe, replace(config, output=Path(folder)), check)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

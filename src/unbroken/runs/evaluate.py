@@ -46,7 +46,7 @@ from unbroken.runs.folder import (
 )
 from unbroken.runs.process_file import PROCESS_FILE, record_process
 from unbroken.runs.processes import Rank, join_processes
-from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe
+from unbroken.runs.recipe import Recipe, Task, load_recipe
 from unbroken.runs.records.files import MAX_LINES, find_records, read_records
 from unbroken.runs.settings import build, describe, read_options
 from unbroken.runs.training import run_without_training
@@ -124,16 +124,16 @@ def evaluate_task(
     files = digest_files(settings, code=recipe.code)
     report = _begin_report(config.output, task, settings | files | weights)
 
-    async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet], **_: Any) -> None:
-        sized = [choose_size(each, config, num_problems, num_samples) for each in sets]
+    async def evaluate(config: RunConfig, made: Task) -> None:
+        sized = [choose_size(each, config, num_problems, num_samples) for each in made.sets]
         evaluation = _Evaluation(
             recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy,
             retokenises=retokenises, preflight=preflight,
         )  # fmt: skip
-        await evaluation.run(found or [_find_model(str(model), tokenizer)])
+        await evaluation.run(found or [_find_model(str(made.model), tokenizer)])
 
     with lock_folder(config.output), record_process(config.output):
-        run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
+        run_without_training(recipe, config, evaluate)
     console.print(f"look at it: unbroken view {shlex.quote(str(config.output))}", soft_wrap=True, highlight=False)
     return report
 

@@ -28,7 +28,7 @@ from unbroken.runs.evaluation.evaluator import Evaluator, read_evaluations
 from unbroken.runs.evaluation.schedule import format_numbers, make_evaluators
 from unbroken.runs.folder import FOLLOWER, find_state, lock_folder, may_change, read_recipe
 from unbroken.runs.processes import Rank, join_processes
-from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe
+from unbroken.runs.recipe import Recipe, Task, load_recipe
 from unbroken.runs.settings import build, read_described, read_options
 from unbroken.runs.training import run_without_training
 from unbroken.training.checkpoints import find_checkpoints
@@ -68,15 +68,15 @@ def follow_run(
     _check_engine(config.engine, training)
     found: list[dict[str, Any]] = []
 
-    async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet], **_: Any) -> None:
+    async def evaluate(config: RunConfig, made: Task) -> None:
         if join_processes().num_processes > 1:
             raise InvalidInputError("`unbroken eval` must be started as one process, without a launcher")
-        sized = [choose_size(each, config, num_problems, num_samples) for each in sets]
-        async with _open(run, config, model, sized, console, checks_policy) as follower:
+        sized = [choose_size(each, config, num_problems, num_samples) for each in made.sets]
+        async with _open(run, config, made.model, sized, console, checks_policy) as follower:
             found.append(await follower.follow())
 
     with lock_folder(config.output):
-        run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
+        run_without_training(recipe, config, evaluate)
     return found[0]
 
 

@@ -51,6 +51,7 @@ from unbroken.runs.models import load_model, prepare_model
 from unbroken.runs.processes import Rank
 from unbroken.runs.run import join_accelerator
 from unbroken.runs.settings import build, section_of
+from unbroken.runs.signals import cancelled_by_sigterm
 from unbroken.runs.teachers import open_teachers
 from unbroken.training.config import SharedPrefixes
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
@@ -126,17 +127,20 @@ class Comparison:
         return replace(config, trainer=trainer, engine=replace(config.engine, embedded=embedded))
 
     async def measure(self) -> list[_NumericsReport]:
-        """Compare with each setting: with vLLM in a separate process, for a process chooses its kernels once."""
-        if self.values.get("engine.kind") is not EngineKind.COLOCATED:
-            reports = []
-            for numerics in Numerics:
-                reports.append(await _measure(self, numerics))
-                _give_back_memory()
-            return reports
+        """Compare with each setting: with vLLM in a separate process, for a process chooses its kernels once.
+
+        Raises:
+            Terminated: SIGTERM came.
+        """
         spawn, loop, reports = multiprocessing.get_context("spawn"), asyncio.get_running_loop(), []
-        for numerics in Numerics:
-            with ProcessPoolExecutor(1, spawn) as pool:  # the GPU is free again when it has ended
-                reports.append(await loop.run_in_executor(pool, _measure_apart, self, numerics))
+        with cancelled_by_sigterm():
+            for numerics in Numerics:
+                if self.values.get("engine.kind") is EngineKind.COLOCATED:
+                    with ProcessPoolExecutor(1, spawn) as pool:  # the GPU is free again when it has ended
+                        reports.append(await loop.run_in_executor(pool, _measure_apart, self, numerics))
+                else:
+                    reports.append(await _measure(self, numerics))
+                    _give_back_memory()
         return reports
 
 

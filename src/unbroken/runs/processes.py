@@ -8,11 +8,11 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.rollout.failures import format_error, must_propagate
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from accelerate import PartialState
     from torch.distributed.distributed_c10d import Store
 
-T = TypeVar("T")
 SAMPLER_KEY = "UNBROKEN_SAMPLER_KEY"
 """The environment variable with the key of a sampler that gets no file."""
 _logger = logging.getLogger(__name__)
@@ -112,10 +111,11 @@ def main_process_first() -> Iterator[bool]:
                 yield is_first
 
 
-def end_together(main: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-    """`main` in each process of the run. If one is killed or fails, all end within seconds, and say which one.
+@asynccontextmanager
+async def ended_together() -> AsyncIterator[None]:
+    """Run the block in each process of the run. If one is killed or fails, all end within seconds, and say which one.
 
-    A process without others gets `main` as it is.
+    A process without others runs it as it is.
 
     Each is connected to the first one. A kernel closes connections however a process ends, so nothing is sent before:
 
@@ -127,27 +127,29 @@ def end_together(main: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
     Raises:
         TrainingError: another process was lost or has failed, while this one had no error that explains itself.
     """
-    if not os.environ.keys() & set(_LAUNCHED):
-        return main
-    state = join_processes()
-    return main if state.num_processes == 1 else _end_together(main, state)
+    if not os.environ.keys() & set(_LAUNCHED) or (state := join_processes()).num_processes == 1:
+        yield
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "a coroutine enters it"
+    loss: asyncio.Future[str] = loop.create_future()
+    others = await _Others.connect(state, loss)
+    is_over, is_cancelled = False, False
 
+    def cancel() -> None:
+        nonlocal is_cancelled
+        if not is_over:
+            is_cancelled = task.cancel()
 
-async def _end_together(main: Coroutine[Any, Any, T], state: PartialState) -> T:
-    loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    try:
-        others = await _Others.connect(state, loss)
-    except BaseException:
-        main.close()
-        raise
-    task = asyncio.ensure_future(main)
-    loss.add_done_callback(lambda _: asyncio.get_running_loop().call_later(_OWN_ERROR_S, task.cancel))
+    loss.add_done_callback(lambda _: loop.call_later(_OWN_ERROR_S, cancel))
     said = _ENDED
     try:
-        result = await task
+        yield
         others.call_off_exit()
-        return result
     except BaseException as error:
+        is_over = True
+        if is_cancelled:
+            task.uncancel()  # what is left are the cancellations of others, which must propagate
         said = f"{others.own_name} failed: {format_error(error)}"[:2000]
         if isinstance(error, UnbrokenError):
             raise
@@ -162,6 +164,7 @@ async def _end_together(main: Coroutine[Any, Any, T], state: PartialState) -> T:
             f"{loss.result()}: its log may say more; the same commands continue from the last checkpoint"
         ) from error
     finally:
+        is_over = True
         others.close(said)
 
 

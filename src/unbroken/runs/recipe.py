@@ -2,8 +2,8 @@
 
 A Python recipe is a file with two names, read from top to bottom:
 
-    class Config(RunConfig):                    # a frozen dataclass: the settings, with defaults
-    async def run(config: Config) -> None:      # the run
+    class Config(RunConfig):                          # a frozen dataclass: the settings, with defaults
+    async def make_task(config: Config) -> Task:      # the model, and the problems to train and to evaluate on
 
 A TOML recipe holds values for the Config of a Python recipe: the one that its key `recipe` names, or the built-in
 `unbroken.runs.prompts`, which trains on a data set of prompts with reward functions from a file.
@@ -22,11 +22,30 @@ from types import ModuleType
 from typing import Any
 
 from unbroken.errors import InvalidInputError
+from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems
 from unbroken.runs.config import RunConfig
 from unbroken.runs.python_files import FunctionName, load_module
 from unbroken.runs.settings import Mistakes, Section, build, load_toml, read_options, read_table, section_of
 
 BUILT_IN = "unbroken.runs.prompts.built_in"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What to train, and on what. `unbroken eval` evaluates it, and a sampler samples its problems for a trainer."""
+
+    model: str | Path
+    """A folder, or a name on the hub."""
+    train_on: Problems
+    evaluate_on: Problems | Sequence[EvaluationSet]
+    curriculum: MakeCurriculum | None = None
+    """Chooses the problems, instead of `RunConfig.curriculum`."""
+
+    @property
+    def sets(self) -> Sequence[EvaluationSet]:
+        """What is evaluated."""
+        given = self.evaluate_on
+        return [EvaluationSet(problems=given)] if isinstance(given, Problems) else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +57,19 @@ class Recipe:
     doc: str
     """The docstring of the Python file."""
     section: Section
-    run: Callable[[Any], Coroutine[Any, Any, None]]
+    make: Callable[[Any], Coroutine[Any, Any, Task]]
+    """The file's own `make_task`."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values from the TOML file, by dotted names."""
     code: str = ""
     """The Python file, if it is the user's own."""
+
+    async def make_task(self, config: RunConfig) -> Task:
+        """Make the task of a config; raises `InvalidInputError` if the file's function returns something else."""
+        made = await self.make(config)
+        if not isinstance(made, Task):
+            raise InvalidInputError(f"make_task of {self.name} must return a Task (unbroken.runs.recipe), got {made!r}")
+        return made
 
     def configure(self, options: Sequence[str]) -> RunConfig:
         """Build the config; options override file values. Raises `InvalidInputError` for what is missing or wrong."""
@@ -72,17 +99,13 @@ class SamplerRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRecipe:
-    """The recipe that this process runs."""
+    """The recipe that this process trains."""
 
     name: str
     words: Sequence[str]
     """Of a command line that opens it again."""
     code: str = ""
     """The Python file, if it is the user's own."""
-    sampler: SamplerRole | None = None
-    """None in a trainer's process."""
-    evaluate: Callable[..., Coroutine[Any, Any, None]] | None = None
-    """With `unbroken eval`: called in the place of training, with the arguments of `train_model`."""
     preflight: bool = True
     """Whether a few rollouts are sampled and shown before a run begins (`runs.preflight`)."""
 
@@ -115,11 +138,11 @@ def load_recipe(path: Path | None) -> Recipe:
 
 
 def _recipe_from_module(module: ModuleType, path: Path) -> Recipe:
-    config, run = getattr(module, "Config", None), getattr(module, "run", None)
+    config, make_task = getattr(module, "Config", None), getattr(module, "make_task", None)
     if not (isinstance(config, type) and issubclass(config, RunConfig) and dataclasses.is_dataclass(config)):
         raise InvalidInputError(f"{path} must define Config, a frozen dataclass that extends RunConfig, got {config!r}")
-    if not inspect.iscoroutinefunction(run):
-        raise InvalidInputError(f"{path} must define `async def run(config: Config) -> None`, got {run!r}")
+    if not inspect.iscoroutinefunction(make_task):
+        raise InvalidInputError(f"{path} must define `async def make_task(config: Config) -> Task`, got {make_task!r}")
     code = "" if module.__name__ == BUILT_IN else str(module.__file__)
     doc = inspect.cleandoc(module.__doc__ or "")
-    return Recipe(name=path.name, doc=doc, section=section_of(config), run=run, code=code)
+    return Recipe(name=path.name, doc=doc, section=section_of(config), make=make_task, code=code)

@@ -1,6 +1,6 @@
-"""A run from its first process to its last file, read from top to bottom: what it is made of, and in which order.
+"""What a run is made of, in the order in which it is opened; `train_model` (`runs.training`) says what is done with it.
 
-processes ── model ── engines ── samplers ── trainer ── output ── evaluate ── train ── final model ── evaluate
+processes ── model ── engines ── samplers ── trainer ── output
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.exactness import fix_rotary
 from unbroken.images.processor import ImageProcessor
 from unbroken.progress import begin
-from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.collector import Collector, EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
+from unbroken.runs.collector import Collector, EvaluationSet, Sampler, make_collector
 from unbroken.runs.config import EngineKind, EvaluationConfig, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
@@ -53,17 +52,15 @@ from unbroken.runs.profiler import FOLDER as PROFILES
 from unbroken.runs.profiler import StepProfiler, parse_steps
 from unbroken.runs.prompts.supervised import load_warm_start
 from unbroken.runs.python_files import load_function
-from unbroken.runs.recipe import open_recipe
+from unbroken.runs.recipe import Task
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.settings import describe
 from unbroken.runs.teachers import open_teachers
-from unbroken.threads import keep_loop_responsive
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.config import TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads, on_device
 from unbroken.training.trainer import Trainer
@@ -76,67 +73,13 @@ _MAX_TIMELINE_BYTES = 64 * 10**6
 """Of a process, of which the newest are kept: some 500,000 events, which https://ui.perfetto.dev opens at once."""
 
 
-async def run(
-    config: RunConfig,
-    *,
-    model: str | Path,
-    train_on: Problems,
-    sets: Sequence[EvaluationSet],
-    accelerator: Accelerator | None,
-    curriculum: MakeCurriculum | None,
-) -> tuple[_OpenRun, tuple[Trajectory, ...]]:
-    """Make a run, as `train_model` says; returns it, closed, with this process's rollouts of the last evaluation."""
-    if curriculum is None and config.curriculum is not None:
-        curriculum = load_function(config.curriculum, field="curriculum")
-    accelerator = join_accelerator(config, accelerator)
-    _check_sets(sets, config.evaluation)
-    others = [each.problems for each in sets]
-    async with (
-        open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as opened,
-        _open_training(config, opened, sets, curriculum) as training,
-    ):
-        num_steps, trainer, records = config.loop.num_steps, opened.trainer, training.records
-        console = records.progress.console
-        if not trainer.from_main_process(bool(find_checkpoints(training.checkpoints.folder))):
-            # A run that continues compares its policies later, once its engine has its weights.
-            console.print(await training.check.run(), soft_wrap=True, highlight=False)
-            await _make_preflight(config, opened, console)
-        await training.evaluations.evaluate(0, "before")
-        with keep_loop_responsive():
-            await train(
-                training.collector,
-                trainer=trainer,
-                publisher=opened.engine.publisher,
-                metrics=records.metrics,
-                config=config.chosen_loop,
-                observer=training.observer,
-                checkpoints=training.checkpoints,
-                engine=opened.engine.engine if config.engine.kind is EngineKind.SERVER else None,
-                timeline=records.timeline,
-                warm_start=opened.warm_start,
-            )
-            if training.background is not None:
-                await training.background.finish()
-            with records.timeline.span("final model"):
-                final = await asyncio.to_thread(training.models.write_final, num_steps)
-            rollouts = await training.evaluations.evaluate(num_steps, "after")
-        training.evaluations.log()
-        begin("closing the engine")
-        records.progress.show_end(config.output, model=final)
-    if config.export.push_to_hub is not None and accelerator.is_main_process:
-        await _upload(final, config.export.push_to_hub, num_steps=num_steps)
-    return opened, rollouts
-
-
-async def _upload(model: Path, repository: str, *, num_steps: int) -> None:
+async def upload_final(model: Path, repository: str, *, num_steps: int) -> None:
     """Upload the final model. Other processes do not wait for it: it may take longer than they would."""
     address = await asyncio.to_thread(upload, model, repository, message=f"{num_steps} steps of training")
     print(f"model at {address}")
 
 
-async def check_without_training(
-    config: RunConfig, *, model: str | Path, train_on: Problems, output: Path, **_: Any
-) -> None:
+async def check_without_training(config: RunConfig, task: Task, *, output: Path) -> None:
     """Open a run, compare its policies, and make its preflight: `unbroken doctor TASK`.
 
     What engines and agents write is in `config.output`; `output` is shown, where the task would be trained.
@@ -147,18 +90,15 @@ async def check_without_training(
     accelerator, console = join_accelerator(config, None), Console()
     here = replace(config.rollouts, samplers=0, listen=None, key_file=None)
     own = replace(config, rollouts=here)
-    async with open_run(own, model=model, train_on=train_on, evaluate_on=[], accelerator=accelerator) as opened:
+    async with open_run(own, replace(task, evaluate_on=()), accelerator=accelerator) as opened:
         max_k3 = choose_max_k3(config, config.engine, opened.model)
         check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
         console.print(await check.run(), soft_wrap=True, highlight=False)
-        await _make_preflight(replace(config, output=output), opened, console)
+        await show_preflight(replace(config, output=output), opened, console)
 
 
-async def _make_preflight(config: RunConfig, run: _OpenRun, console: Console) -> None:
-    """Make the preflight of a command, in its first process, for which the others wait. Other scripts have none."""
-    opened = open_recipe.get()
-    if opened is None or not opened.preflight:
-        return
+async def show_preflight(config: RunConfig, run: _OpenRun, console: Console) -> None:
+    """Sample a few rollouts of a run, and show what they say, in its first process, for which the others wait."""
     async with fail_together(run.trainer):
         if run.trainer.is_main_process:
             num_processes = run.rank.num_processes
@@ -210,23 +150,20 @@ class _OpenRun:
 
 
 @asynccontextmanager
-async def open_run(
-    config: RunConfig,
-    *,
-    model: str | Path,
-    train_on: Problems,
-    evaluate_on: Sequence[Problems],
-    accelerator: Accelerator,
-) -> AsyncIterator[_OpenRun]:
-    """Load `model`, open its engine, and a gateway if problems have agents; make the sampler and the trainer.
+async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -> AsyncIterator[_OpenRun]:
+    """Load the task's model, open its engine, and a gateway if problems have agents; make the sampler and the trainer.
 
     Engine and gateway are closed when the block ends.
     """
-    model = find_revision(model, config.model_settings.revision)
+    model = find_revision(task.model, config.model_settings.revision)
     _check(config, model, accelerator)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(
-        config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
+        config=config,
+        source=model,
+        train_on=task.train_on,
+        evaluate_on=[each.problems for each in task.sets],
+        part=str(rank.index),
     )
     _warn(config, model, accelerator)
     async with AsyncExitStack() as stack:
@@ -369,14 +306,16 @@ class _Training:
     """What evaluates during training; None if evaluations are made between two steps."""
     check: PolicyCheck
     observer: TrainingObserver
+    continues: bool
+    """Whether the run has a checkpoint, from which it continues."""
 
 
 @asynccontextmanager
-async def _open_training(
-    config: RunConfig, run: _OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
-) -> AsyncIterator[_Training]:
+async def open_training(config: RunConfig, run: _OpenRun, task: Task) -> AsyncIterator[_Training]:
     """Prepare the output, and open what training writes and evaluates with, until the block ends."""
-    output, trainer = config.output, run.trainer
+    output, trainer, curriculum = config.output, run.trainer, task.curriculum
+    if curriculum is None and config.curriculum is not None:
+        curriculum = load_function(config.curriculum, field="curriculum")
     collector = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
     models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
     _prepare_output(models, last_step=max(find_checkpoints(output / "checkpoints"), default=0))
@@ -391,7 +330,7 @@ async def _open_training(
         records = _open_records(stack, config, run)
         evaluations = Evaluations(
             evaluators=make_evaluators(
-                sets,
+                task.sets,
                 config.evaluation,
                 run.sampler,
                 seed=config.seed,
@@ -421,6 +360,7 @@ async def _open_training(
             background=background,
             check=check,
             observer=_make_observer(config, run, records, check, models, evaluations, background),
+            continues=trainer.from_main_process(bool(find_checkpoints(checkpoints.folder))),
         )
 
 
@@ -507,7 +447,7 @@ def _make_observer(
     )
 
 
-def _check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
+def check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
     """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is not one of them."""
     names = [each.name for each in sets]
     if len(set(names)) < len(names):

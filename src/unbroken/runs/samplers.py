@@ -36,7 +36,7 @@ from unbroken.rollout.process.channel import Hello
 from unbroken.rollout.process.pool import SamplerPool
 from unbroken.rollout.process.worker import serve_orders
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import EvaluationSet, Problems, Sampler, SamplesElsewhere
+from unbroken.runs.collector import Problems, Sampler, SamplesElsewhere
 from unbroken.runs.config import EngineKind, RunConfig, parse_address, read_key
 from unbroken.runs.engines import RunEngine, check_embedded, connect_servers
 from unbroken.runs.folder import TEACHERS, digest_files, may_change, open_private
@@ -50,7 +50,7 @@ from unbroken.runs.models import (
     locate,
 )
 from unbroken.runs.processes import SAMPLER_KEY, Rank, without_launcher
-from unbroken.runs.recipe import OpenRecipe, SamplerRole, open_recipe
+from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.training.waits import log_waiting
 from unbroken.types import SamplingParams
@@ -330,20 +330,17 @@ def _name_problems(index: int) -> str:
     return "the problems to train on" if index == 0 else f"evaluation set {index}"
 
 
-async def run_as_sampler(
-    config: RunConfig, role: SamplerRole, *, model: str | Path, train_on: Problems, sets: Sequence[EvaluationSet]
-) -> None:
+async def run_as_sampler(config: RunConfig, task: Task, role: SamplerRole, recipe: Recipe) -> None:
     """Sample what the trainer's process orders, until it ends; raises as `serve_orders`."""
-    recipe = open_recipe.get()
-    assert recipe is not None, "it has the role"
     torch.set_num_threads(1)  # there are as many processes as there is work
-    source = find_revision(model, config.model_settings.revision)
-    others = [each.problems for each in sets]
-    opener = SamplerOpener(config=config, source=source, train_on=train_on, evaluate_on=others, part=role.name)
+    source = find_revision(task.model, config.model_settings.revision)
+    others = [each.problems for each in task.sets]
+    opener = SamplerOpener(config=config, source=source, train_on=task.train_on, evaluate_on=others, part=role.name)
+    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code)
     await serve_orders(
         role.address,
         key=role.key,
-        hello=Hello(role.name, opener.identify(recipe)),
+        hello=Hello(role.name, opener.identify(opened)),
         open_work=partial(_open_work, opener),
         wait_s=role.wait_s,
     )

@@ -6,16 +6,13 @@ SIGTERM ──► the run's task is cancelled ──► engines, servers and fil
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import signal
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from unbroken.threads import exit_in
 
-_T = TypeVar("_T")
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as in shells."""
 TERMINATED = 128 + signal.SIGTERM
@@ -28,40 +25,17 @@ class Terminated(BaseException):
     """The run was ended by SIGTERM, and what it had open is closed."""
 
 
-def run_until_terminated(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run `main` in its own event loop, and return its result. Where a loop runs, as in a notebook, in its own thread.
+@contextmanager
+def cancelled_by_sigterm() -> Iterator[None]:
+    """Cancel the task that runs the block if SIGTERM comes. A command's coroutine enters it first.
+
+    In another thread than the main one, as beside a notebook's loop, signals are left to the process.
 
     Raises:
         Terminated: SIGTERM came. A step that is still computed in a thread holds up the process for 15 s at most.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(_run(main))
-    return _run_in_thread(main)
-
-
-def _run_in_thread(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run `main` in a thread, with this one's context variables; an interrupt, as of a notebook, cancels it."""
-    opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
-
-    async def run() -> _T:
-        opened.set_result((asyncio.get_running_loop(), asyncio.current_task()))
-        return await main
-
-    with ThreadPoolExecutor(1, thread_name_prefix="unbroken run") as pool:
-        done = pool.submit(contextvars.copy_context().run, asyncio.run, run())
-        try:
-            return done.result()
-        except KeyboardInterrupt:
-            loop, task = opened.result()
-            if not done.done() and task is not None:
-                loop.call_soon_threadsafe(task.cancel)
-            raise  # once the pool is closed, which waits until the run has closed what it had open
-
-
-async def _run(main: Coroutine[Any, Any, _T]) -> _T:
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "a coroutine enters it"
     came = asyncio.Event()
 
     def terminate() -> None:
@@ -73,7 +47,7 @@ async def _run(main: Coroutine[Any, Any, _T]) -> _T:
     if can_handle:
         loop.add_signal_handler(signal.SIGTERM, terminate)
     try:
-        return await task
+        yield
     except asyncio.CancelledError:
         if not came.is_set():
             raise

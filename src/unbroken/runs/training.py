@@ -1,9 +1,9 @@
-"""Run a recipe, and `train_model`, which it calls: a recipe brings the model and the problems.
+"""Train, evaluate or sample what a recipe gives: `Recipe.make_task` brings the model and the problems.
 
-    unbroken train      run_recipe ──────────► Recipe.run ──► train_model ──► a run (`runs.run`)
-    unbroken eval       run_without_training ► Recipe.run ──► train_model ──► OpenRecipe.evaluate
-    a sampler           run_sampler ─────────► Recipe.run ──► train_model ──► samples for the trainer
-    a script                                                  train_model ──► a run
+    unbroken train      run_recipe             make_task, then train_model
+    unbroken eval       run_without_training   make_task, then an evaluation
+    a sampler           run_sampler            make_task, then it samples for the trainer
+    a script                                   a `Task` of its own, then train_model
 
 torch and transformers are loaded by the call, not with this module: a mistake in a recipe's options costs no time.
 """
@@ -13,25 +13,24 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, UnbrokenError
-from unbroken.progress import show_progress
+from unbroken.progress import begin, show_progress
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems
-from unbroken.runs.config import RunConfig
+from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
 from unbroken.runs.process_file import record_process
-from unbroken.runs.processes import end_together, main_process_first
-from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, load_recipe, open_recipe
+from unbroken.runs.processes import ended_together, main_process_first
+from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, load_recipe, open_recipe
 from unbroken.runs.settings import describe
-from unbroken.runs.signals import Terminated, run_until_terminated
+from unbroken.runs.signals import Terminated, cancelled_by_sigterm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,12 +45,13 @@ def run_recipe(
     words: Sequence[str] = (),
     digests: Mapping[str, str] | None = None,
     preflight: bool = True,
+    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
 ) -> None:
-    """Run a recipe, or continue the run in its output folder. Of several processes, the first claims the folder.
+    """Train what a recipe gives, or continue the run in its output folder. Of several processes, the first claims it.
 
     `words` open the recipe again in a sampler's process; without them there are no samplers. `digests` are of what
     belongs to the run and is in no file, by names that stay the same. With `preflight`, a run that begins samples a few
-    rollouts first, and shows what they say.
+    rollouts first, and shows what they say. `run` runs it in an event loop.
 
     Raises:
         InvalidInputError: an option, or what the recipe names, is wrong, or the folder is another run's.
@@ -71,7 +71,7 @@ def run_recipe(
                 stack.enter_context(record_process(config.output))
                 stack.enter_context(show_progress())
         try:
-            run_until_terminated(end_together(recipe.run(config)))
+            run(_train(recipe, config))
         except (KeyboardInterrupt, Terminated) as ending:
             ending.add_note(_describe_rest(config.output))
             raise
@@ -87,10 +87,17 @@ def _describe_rest(output: Path) -> str:
     return "there is no checkpoint yet, so the same command begins anew"
 
 
-def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) -> None:
-    """Run a recipe as a sampler of the trainer that runs it, until that trainer ends.
+async def _train(recipe: Recipe, config: RunConfig) -> None:
+    """Train what a recipe gives, until SIGTERM or the end of another of the run's processes ends it."""
+    with cancelled_by_sigterm():
+        async with ended_together():
+            await train_model(config, await recipe.make_task(config))
 
-    The folder of the run is not claimed: `train_model` samples instead of training.
+
+def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) -> None:
+    """Sample the problems of a recipe for the trainer that trains on them, until that trainer ends.
+
+    The folder of the run is not claimed.
 
     Raises:
         InvalidInputError: the recipe or an option is wrong, or another one than the trainer's.
@@ -99,25 +106,34 @@ def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) ->
     """
     recipe = load_recipe(path)
     config = recipe.configure(options)
-    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, sampler=role)
-    run_without_training(recipe, config, opened, run=asyncio.run if role.ends_with_parent else run_until_terminated)
+
+    async def sample(config: RunConfig, task: Task) -> None:
+        from unbroken.runs.samplers import run_as_sampler  # torch
+
+        await run_as_sampler(config, task, role, recipe)
+
+    run_without_training(recipe, config, sample, has_signals=not role.ends_with_parent)
 
 
 def run_without_training(
-    recipe: Recipe, config: RunConfig, opened: OpenRecipe, *, run: Callable[..., Any] = run_until_terminated
+    recipe: Recipe,
+    config: RunConfig,
+    use: Callable[[RunConfig, Task], Awaitable[None]],
+    *,
+    has_signals: bool = True,
 ) -> None:
-    """Run a recipe whose `train_model` samples or evaluates; raises `InvalidInputError` if it is not called."""
-    before = open_recipe.set(opened)
-    try:
-        with show_progress():
-            run(recipe.run(config))
-    except _NotTrained:
-        return
-    finally:
-        open_recipe.reset(before)
-    raise InvalidInputError(
-        f"{recipe.name} must call train_model, which samples in a sampler and evaluates in `unbroken eval`, and has not"
-    )
+    """Make a recipe's task, and use it otherwise than to train. Without `has_signals`, SIGTERM is left as it is.
+
+    Raises:
+        Terminated: SIGTERM came.
+    """
+
+    async def make_and_use() -> None:
+        with cancelled_by_sigterm() if has_signals else nullcontext():
+            await use(config, await recipe.make_task(config))
+
+    with show_progress():
+        asyncio.run(make_and_use())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,16 +148,8 @@ class TrainedRun:
     """This process's rollouts of the last evaluation, in the order of their problems; empty if none was made."""
 
 
-async def train_model(
-    config: RunConfig,
-    *,
-    model: str | Path,
-    train_on: Problems,
-    evaluate_on: Problems | Sequence[EvaluationSet],
-    accelerator: Accelerator | None = None,
-    curriculum: MakeCurriculum | None = None,
-) -> TrainedRun:
-    """Train `model`, a folder or a name on the hub, and write the run into `config.output`.
+async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator | None = None) -> TrainedRun:
+    """Train the task's model, and write the run into `config.output`.
 
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events next to it)
         evaluation.jsonl         a line for each evaluation of a set of problems
@@ -154,29 +162,50 @@ async def train_model(
         best/                    the model of the best evaluation (`config.evaluation.every`)
         models/step-00000100/    earlier ones, by choice (`config.export`)
 
-    `curriculum` chooses the problems, instead of `config.curriculum`.
-
-    In a sampler (`unbroken sampler`) this samples for the trainer, and in `unbroken eval` it evaluates: it does not
-    return.
-
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
-    sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
-    recipe = open_recipe.get()
-    if recipe is not None and recipe.sampler is not None:
-        from unbroken.runs.samplers import run_as_sampler
+    from unbroken.runs.run import check_sets, join_accelerator, open_run, open_training, show_preflight, upload_final
+    from unbroken.threads import keep_loop_responsive
+    from unbroken.training.loop import train
 
-        await run_as_sampler(config, recipe.sampler, model=model, train_on=train_on, sets=sets)
-        raise _NotTrained
-    if recipe is not None and recipe.evaluate is not None:
-        await recipe.evaluate(config, model=model, train_on=train_on, sets=sets)
-        raise _NotTrained
-    from unbroken.runs.run import run  # torch and transformers
-
-    done, rollouts = await run(
-        config, model=model, train_on=train_on, sets=sets, accelerator=accelerator, curriculum=curriculum
-    )
-    return TrainedRun(model=done.model, trainer=done.trainer, renderer=done.sampler.renderer, rollouts=rollouts)
+    accelerator = join_accelerator(config, accelerator)
+    check_sets(task.sets, config.evaluation)
+    async with (
+        open_run(config, task, accelerator=accelerator) as opened,
+        open_training(config, opened, task) as training,
+    ):
+        num_steps, records = config.loop.num_steps, training.records
+        console = records.progress.console
+        if not training.continues:
+            # A run that continues compares its policies later, once its engine has its weights.
+            console.print(await training.check.run(), soft_wrap=True, highlight=False)
+            if (recipe := open_recipe.get()) is not None and recipe.preflight:  # scripts have none
+                await show_preflight(config, opened, console)
+        await training.evaluations.evaluate(0, "before")
+        with keep_loop_responsive():
+            await train(
+                training.collector,
+                trainer=opened.trainer,
+                publisher=opened.engine.publisher,
+                metrics=records.metrics,
+                config=config.chosen_loop,
+                observer=training.observer,
+                checkpoints=training.checkpoints,
+                engine=opened.engine.engine if config.engine.kind is EngineKind.SERVER else None,
+                timeline=records.timeline,
+                warm_start=opened.warm_start,
+            )
+            if training.background is not None:
+                await training.background.finish()
+            with records.timeline.span("final model"):
+                final = await asyncio.to_thread(training.models.write_final, num_steps)
+            rollouts = await training.evaluations.evaluate(num_steps, "after")
+        training.evaluations.log()
+        begin("closing the engine")
+        records.progress.show_end(config.output, model=final)
+    if config.export.push_to_hub is not None and accelerator.is_main_process:
+        await upload_final(final, config.export.push_to_hub, num_steps=num_steps)
+    return TrainedRun(model=opened.model, trainer=opened.trainer, renderer=opened.sampler.renderer, rollouts=rollouts)
 
 
 def _explain_failure(error: Exception, path: Path) -> None:
@@ -193,7 +222,3 @@ def _explain_failure(error: Exception, path: Path) -> None:
         print(f"unbroken: the whole traceback of the next error is in {path}", file=sys.stderr)
     if not isinstance(error, UnbrokenError) and format_frames(error, raised_there=True):
         raise InvalidInputError(f"the run's own code failed with {format_error(error)}{frames}") from error
-
-
-class _NotTrained(BaseException):
-    """`train_model` has sampled for a trainer, which ended, or evaluated: the recipe's code after it is not run."""

@@ -122,7 +122,17 @@ class StepRunner:
                                         that was made, due or not, and the same command continues from there
         """
         version = self.trainer.policy_version
-        state = await (self._supervise(step) if self._is_supervised(step) else self._train_on_rollouts(step))
+        if self._is_supervised(step):
+            state = await self._supervise(step)
+        else:
+            with record_function("rollouts"):
+                groups = await self._take_groups(step)
+            self._begin(step, waited_s=groups.waited_s, since_last_s=groups.since_last_s)
+            with record_function("train"):
+                # Adds one to the version, if there is anything to train on. No name keeps the rows beyond it.
+                await self._update(groups, await self._make_units(groups))
+            state = groups.state
+            del groups  # what comes after the step may need the memory
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
         # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
         # version ever stands for two weights.
@@ -147,16 +157,10 @@ class StepRunner:
             await self.publication.end()  # an evaluation after this step samples with its weights
         await self.end(step, self.log.end_step())
 
-    async def _train_on_rollouts(self, step: int) -> Mapping[str, Any]:
-        """Sample the groups of a step, and update the weights; returns which groups are trained, for the checkpoint."""
-        with record_function("rollouts"):
-            groups = await self._take_groups(step)
-        self.log.begin(groups.waited_s, since_last_s=groups.since_last_s, lost=self.outages.take_metrics())
+    def _begin(self, step: int, *, waited_s: float, since_last_s: float) -> None:
+        """Note that the step has all that it trains on."""
+        self.log.begin(waited_s, since_last_s=since_last_s, lost=self.outages.take_metrics())
         self.timeline.begin(Track.TRAINER, f"step {step}", version=self.trainer.policy_version)
-        with record_function("train"):
-            # The update adds one to the version, if there is anything to train on. No name keeps the rows beyond it.
-            await self._update(groups, await self._make_units(groups))
-        return groups.state
 
     def _is_supervised(self, step: int) -> bool:
         """Whether the step trains on supervised rows alone."""
@@ -173,8 +177,7 @@ class StepRunner:
         """
         assert self.warm_start is not None, "the step is one of its steps"
         trainer, rows = self.trainer, self.warm_start.take(step)
-        self.timeline.begin(Track.TRAINER, f"step {step}", version=trainer.policy_version)
-        self.log.begin(0.0, since_last_s=0.0, lost=self.outages.take_metrics())
+        self._begin(step, waited_s=0.0, since_last_s=0.0)
         # An engine without the newest weights has slept since the step before.
         if self.observer.before_update is not None and self.queue.engine_version == trainer.policy_version:
             with self.log.span("sleep"):

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from unbroken.errors import RolloutError
-from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
@@ -98,10 +97,10 @@ def compare_untrained(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, nu
     `Trainer.check_policy` does.
     """
     rows = [
-        sampled
+        [row for _, row in trajectory.tree.rows]
         for group in groups
         for trajectory in group.trajectories
-        if (sampled := export_samples(trajectory.tree, 0.0))
+        if trajectory.tree.rows
     ]
     rows = [of_one for of_one in rows if of_one[0].temperature == rows[0][0].temperature]  # as a pass has one
     found = compare_zero_variance(trainer, rows, num_scored=max(num_scored, 1))

@@ -8,7 +8,7 @@ import pytest
 from support.images import image_span
 from support.sequences import sampled
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples, find_trained_paths
+from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 
@@ -99,6 +99,15 @@ def test_each_sampled_node_has_an_advantage_of_its_own_or_the_missing_ones_are_n
         export_samples(worked_example(), {numbers[0]: 1.0, numbers[2]: 1.0})
 
 
+def test_rows_are_built_once_and_again_when_the_tree_has_grown():
+    tree = worked_example()
+    first = tree.rows
+    assert tree.rows is first
+    assert export_samples(tree, 1.0)[0].token_ids is first[0][1].token_ids
+    tree.add_sampled(sampled(6), parent=tree.leaves()[1])
+    assert [row.token_ids.tolist()[-1] for _, row in tree.rows] == [4, 6]
+
+
 @pytest.mark.parametrize("advantage", [math.nan, math.inf, -math.inf, float(np.float64(1e300))])
 def test_an_advantage_that_is_not_finite_in_float32_is_refused(advantage):
     with pytest.raises(InvalidInputError, match="advantage must be"):
@@ -116,7 +125,7 @@ def test_a_branch_with_several_temperatures_gives_a_row_for_each_and_trains_ever
     assert (cold.temperature, cold.token_ids[cold.loss_mask].tolist()) == (0.7, [5])
     assert cold.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert cold.sampled_mask.tolist() == [False, True, True, False, True]
-    assert len(find_trained_paths(tree)) == 2
+    assert [path.segments[-1].node for path, _ in tree.rows] == [6, 6]  # given ids, after the rows
 
 
 def test_branches_of_different_temperatures_are_rows_of_their_own_temperature():

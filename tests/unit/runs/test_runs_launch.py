@@ -97,12 +97,12 @@ LOSING = """
 import asyncio, os, time
 from support import letters_recipe
 from unbroken.runs.collector import Problems
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.rollout.tool_env import ToolEnv
 
 Config = letters_recipe.Config
 
-async def run(config):
+async def make_task(config):
     def env(number):
         return ToolEnv([{"role": "user", "content": "Write."}], [], reward)
 
@@ -116,7 +116,7 @@ async def run(config):
 
     if config.seed == 1 and os.environ["RANK"] == "1":
         raise ValueError("no such row")
-    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+    return Task(model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
 """
 """Process 1 is killed while process 0 waits for rollouts, fails (seed 1), or leaves a fork (seed 2)."""
 STEPS_ALONE = {"evaluation.num-problems": 0, "preflight": "false"}

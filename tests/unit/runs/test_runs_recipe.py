@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unbroken.runs.config import RunConfig
+from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig
 
 
@@ -40,8 +41,8 @@ class Config(RunConfig):
     loop: LoopConfig = LoopConfig(num_steps=2)
 
 
-async def run(config: Config) -> None:
-    """Run it."""
+async def make_task(config: Config) -> Task:
+    """Make it."""
 '''
 
 
@@ -51,7 +52,7 @@ def recipe(folder: Path, text: str, name: str = "mine.py") -> Path:
     return file
 
 
-def test_a_python_recipe_has_a_config_and_a_run(tmp_path):
+def test_a_python_recipe_has_a_config_and_makes_a_task(tmp_path):
     found = load_recipe(recipe(tmp_path, GOOD))
     config = found.configure(["--size", "4"])
     assert (config.size, config.loop.num_steps, config.output) == (4, 2, Path("runs/mine"))
@@ -81,7 +82,7 @@ def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
     [
         (GOOD.replace("Config(RunConfig)", "Other(RunConfig)"), "mine.py", r"must define Config, a frozen dataclass"),
         (GOOD.replace("(RunConfig)", ""), "mine.py", r"must define Config, a frozen dataclass that extends RunConfig"),
-        (GOOD.replace("async def", "def"), "mine.py", r"must define `async def run\(config: Config\) -> None`"),
+        (GOOD.replace("async def", "def"), "mine.py", r"must define `async def make_task\(config: Config\) -> Task`"),
         ("1 / 0", "mine.py", r"mine.py cannot be loaded: ZeroDivisionError"),
         ("", "mine.yaml", r"RECIPE must be a Python or TOML file \(.py, .toml\), got .*mine.yaml"),
         ('recipe = "other.py"', "mine.toml", r"other.py must be a Python file, but it does not exist"),
@@ -92,6 +93,12 @@ def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
 def test_what_is_no_recipe_is_refused(tmp_path, text, name, message):
     with pytest.raises(InvalidInputError, match=message):
         load_recipe(recipe(tmp_path, text, name))
+
+
+async def test_a_recipe_that_makes_no_task_is_refused(tmp_path):
+    found = load_recipe(recipe(tmp_path, GOOD))
+    with pytest.raises(InvalidInputError, match=r"make_task of mine.py must return a Task .*, got None"):
+        await found.make_task(found.configure([]))
 
 
 def test_a_file_is_run_once_until_it_changes(tmp_path):
@@ -164,10 +171,12 @@ def test_another_python_recipe_of_the_same_name_does_not_go_on_with_a_run_wherev
         (tmp_path / name).mkdir()
         recipe(tmp_path / name, text)
     output = tmp_path / "run"
-    assert main(["train", str(tmp_path / "a" / "mine.py"), f"--output={output}"]) == 0
+    assert main(["train", str(tmp_path / "a" / "mine.py"), f"--output={output}"]) == 1
+    assert "make_task of mine.py must return a Task" in capsys.readouterr().err
     (output / "metrics").mkdir()
     (output / "metrics" / "metrics.jsonl").write_text("{}\n")
     assert main(["train", str(tmp_path / "b" / "mine.py"), f"--output={output}"]) == 1
     assert "the SHA-256 of mine.py, the recipe's code must be '" in capsys.readouterr().err
     (tmp_path / "b" / "mine.py").write_text(GOOD)
-    assert main(["train", str(tmp_path / "b" / "mine.py"), f"--output={output}"]) == 0
+    assert main(["train", str(tmp_path / "b" / "mine.py"), f"--output={output}"]) == 1
+    assert "make_task of mine.py must return a Task" in capsys.readouterr().err  # it goes on up to there

@@ -21,6 +21,7 @@ from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineConfig, EngineKind, RunConfig
 from unbroken.runs.engines import _serve_command, open_engine
 from unbroken.runs.processes import Rank
+from unbroken.runs.recipe import Task
 from unbroken.runs.run import open_run
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.types import SampleRequest, SamplingParams
@@ -103,8 +104,7 @@ async def test_a_run_with_agents_refuses_it_before_anything_is_loaded(tmp_path):
         raise AssertionError("no problem is made")
 
     config = RunConfig(output=tmp_path, loop=LoopConfig(num_steps=1), trainer=TrainerConfig(routing_replay=True))
+    task = Task(model="none", train_on=Problems(agent=agent), evaluate_on=())
     with pytest.raises(InvalidInputError, match="routing_replay must be false for problems with agents"):
-        async with open_run(
-            config, model="none", train_on=Problems(agent=agent), evaluate_on=(), accelerator=Accelerator(cpu=True)
-        ):
+        async with open_run(config, task, accelerator=Accelerator(cpu=True)):
             pass

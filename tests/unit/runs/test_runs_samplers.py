@@ -26,7 +26,7 @@ from unbroken.errors import InvalidInputError, ToolsNotShownError
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineConfig, RendererConfig, RolloutConfig, RunConfig
 from unbroken.runs.python_files import FunctionName
-from unbroken.runs.recipe import OpenRecipe
+from unbroken.runs.recipe import OpenRecipe, Task
 from unbroken.runs.records.files import find_records, read_records
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.training import train_model
@@ -82,9 +82,9 @@ import os
 from support.letters_recipe import Config, share_of_letters
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.runs.collector import Problems
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 
-async def run(config):
+async def make_task(config):
     noted = config.output.with_suffix(".processes")
 
     def env(number):
@@ -92,7 +92,7 @@ async def run(config):
             file.write(f"{os.getpid()}\\n")
         return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], share_of_letters)
 
-    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+    return Task(model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
 """
 """Of the letters, with a file that has the process of each rollout."""
 
@@ -136,16 +136,16 @@ from support.pictures_recipe import Config, PictureEnv
 from support.vision import picture
 from unbroken.rollout.env import EnvStart
 from unbroken.runs.collector import Problems
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 
 class Env(PictureEnv):
     async def start(self):
         parts = [{"type": "image", "image": picture(28, 28, seed=7)}, {"type": "text", "text": "What is it?"}]
         return EnvStart(messages=[{"role": "user", "content": parts}])
 
-async def run(config):
+async def make_task(config):
     problems = Problems(env=Env, has_images=True)
-    await train_model(config, model=config.model, train_on=problems, evaluate_on=problems)
+    return Task(model=config.model, train_on=problems, evaluate_on=problems)
 """
 
 
@@ -183,9 +183,9 @@ import httpx
 from support.letters_recipe import Config, share_of_letters
 from unbroken.rollout.agents.session import AgentTask
 from unbroken.runs.collector import Problems
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 
-async def run(config):
+async def make_task(config):
     noted = config.output / "processes"
 
     async def attempt(session):
@@ -197,7 +197,7 @@ async def run(config):
         return share_of_letters([answer.json()["choices"][0]["message"]])
 
     tasks = Problems(agent=lambda number: AgentTask(agent=attempt, task={}))
-    await train_model(config, model=config.model, train_on=tasks, evaluate_on=tasks)
+    return Task(model=config.model, train_on=tasks, evaluate_on=tasks)
 """
 
 
@@ -355,7 +355,7 @@ async def test_a_script_that_no_sampler_could_open_is_refused(tmp_path, model):
     )
     problems = Problems(env=lambda number: pytest.fail("nothing is sampled"))
     with pytest.raises(InvalidInputError, match=r"rollouts.samplers must be 0 .* a script that calls train_model"):
-        await train_model(config, model=model, train_on=problems, evaluate_on=problems)
+        await train_model(config, Task(model=model, train_on=problems, evaluate_on=problems))
 
 
 @pytest.mark.parametrize("shows", [False, True])

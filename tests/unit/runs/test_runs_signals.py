@@ -21,16 +21,17 @@ class Engine:
         print("closed", flush=True)
 
 async def main():
-    engine = Engine()
-    try:
-        print("open", flush=True)
-        await asyncio.to_thread(time.sleep, float(sys.argv[1]))
-    finally:
-        await engine.close()
+    with signals.cancelled_by_sigterm():
+        engine = Engine()
+        try:
+            print("open", flush=True)
+            await asyncio.to_thread(time.sleep, float(sys.argv[1]))
+        finally:
+            await engine.close()
 
 signals._THREADS_S = 0.5
 try:
-    signals.run_until_terminated(main())
+    asyncio.run(main())
 except signals.Terminated:
     print("terminated", flush=True)
     sys.exit(signals.TERMINATED)

@@ -14,7 +14,6 @@ from support.recorded import make_row, make_trajectory
 from support.scripted_env import ScriptedEnv
 from unbroken.audit.subject import Subject
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.retokenising.comparison import compare_trajectory
 from unbroken.rollout.env import Env, Rewrite
 from unbroken.rollout.limits import Limits
@@ -46,11 +45,7 @@ def make_lookup() -> Env:
 
 def show(member: Trajectory) -> dict[str, Any]:
     """A rollout as the viewer reads it."""
-    rows = export_samples(member.tree, 0.0)
-    recorded = [
-        RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None)
-        for path, row in zip(find_trained_paths(member.tree), rows, strict=True)
-    ]
+    recorded = [RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None) for path, row in member.tree.rows]
     record = json.loads(json.dumps(make_record("0-0-3", member, recorded)))
     return {"record": record, "model": "a-model", **describe_trajectory(record, None)}
 

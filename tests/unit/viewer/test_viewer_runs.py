@@ -27,7 +27,6 @@ from support.scripted_env import ScriptedEnv
 from support.servers import server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.rollout.env import Rewrite
 from unbroken.runs.records.files import summarize
@@ -129,11 +128,7 @@ def test_branches_without_a_fork_say_what_they_begin_with(ids, num_prompt, reaso
 async def test_a_real_rollout_that_forked_has_its_turns_and_its_reason():
     engine = ScriptedEngine([[7, END], [8, END]], allow_forks=True)
     member = await play(ScriptedEnv([Rewrite(messages=[{"role": "user", "content": "other"}])]), engine)
-    paths, rows = find_trained_paths(member.tree), export_samples(member.tree, 0.0)
-    recorded = [
-        RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None)
-        for path, row in zip(paths, rows, strict=True)
-    ]
+    recorded = [RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None) for path, row in member.tree.rows]
     record = make_record("0-0-3", member, recorded)
     check_record(record)
     described = describe_trajectory(record, None)

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from unbroken.errors import ExportError, InvalidInputError, UnbrokenError, missing_extra
-from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.sqlite import DATABASE_FILE
@@ -234,7 +233,7 @@ def _make_record(stored: StoredSession) -> dict[str, Any]:
     """A session as the record of a rollout, with the rows that a trainer would get of it."""
     grown = StoredTree.grow(stored)
     conversations, rows = grown.conversations, []
-    for path, row in zip(find_trained_paths(grown.tree), export_samples(grown.tree, 0.0), strict=True):
+    for path, row in grown.tree.rows:
         cut = cut_path(path, len(row.token_ids))
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
         own = {"loss": loss, "temperature": row.temperature, "images": grown.find_images(cut)}

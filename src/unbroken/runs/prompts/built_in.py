@@ -49,6 +49,7 @@ from unbroken.runs.prompts.environments import (
 )
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.runs.python_files import FunctionName, ModelName, load_object
+from unbroken.runs.recipe import Task
 from unbroken.runs.settings import Mistakes
 from unbroken.training.objective.samples import keep_trainable
 from unbroken.types import SamplingParams
@@ -200,15 +201,13 @@ class Config(RunConfig):
         )
 
 
-async def run(config: Config) -> None:
-    """Load the rows, reward functions, tools and environment, and train."""
+async def make_task(config: Config) -> Task:
+    """Load the rows, reward functions, tools and environment."""
     maker = ProblemMaker(config)
     train_on, sets = maker.make(config.data, split=TRAIN), _make_sets(config, maker)
     if config.model_settings.revision is None:  # another revision may be in the hub's cache alone
         check_model_source(config.model)
-    from unbroken.runs.training import train_model  # torch and transformers: once all of this is known to be right
-
-    await train_model(config, model=config.model, train_on=train_on, evaluate_on=sets)
+    return Task(model=config.model, train_on=train_on, evaluate_on=sets)
 
 
 def _make_sets(config: Config, maker: ProblemMaker) -> list[EvaluationSet]:

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.images.loader import find_image_parts
-from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.ledger.nodes import Path
 from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
@@ -82,8 +81,7 @@ class RecordedRow:
 
 def _make_untrained_rows(trajectory: Trajectory) -> list[RecordedRow]:
     """The rows of a trajectory that nobody trains on."""
-    pairs = zip(find_trained_paths(trajectory.tree), export_samples(trajectory.tree, 0.0), strict=True)
-    return [RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None) for path, row in pairs]
+    return [RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None) for path, row in trajectory.tree.rows]
 
 
 def write_groups(

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.config import RolloutLogConfig
 from unbroken.runs.processes import Rank
@@ -23,8 +22,6 @@ from unbroken.training.model.row_scores import RowScores
 from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
-
-_RowsByTrajectory: TypeAlias = Mapping[str, Sequence[TrainingSample]]
 
 
 class _TrainedRows:
@@ -66,10 +63,9 @@ class Recorder:
             return
         room = await asyncio.to_thread(self._find_room, rollouts.step)
         groups = choose_groups(spread(rollouts.groups, self.config.groups), max_bytes=room)
-        rows = await asyncio.to_thread(_export_rows, groups)
-        scores = await self._score(choose_scored(groups, self.config.scored_groups), rows, rollouts)
+        scores = await self._score(choose_scored(groups, self.config.scored_groups), rollouts)
         with self.trainer.fail_together():
-            head, described = await asyncio.to_thread(self._describe, rollouts, groups, rows, scores)
+            head, described = await asyncio.to_thread(self._describe, rollouts, groups, scores)
         # What is written from here on does not change, and needs neither the trainer nor its GPU.
         write = partial(write_groups, self.folder, head, groups, lambda member: described[member.trajectory_id])
         self._writing = asyncio.create_task(asyncio.to_thread(write))
@@ -97,21 +93,20 @@ class Recorder:
         return share - sum(path.stat().st_size for path in before)
 
     async def _score(
-        self, groups: Sequence[TrajectoryGroup], rows: _RowsByTrajectory, rollouts: StepRollouts
+        self, groups: Sequence[TrajectoryGroup], rollouts: StepRollouts
     ) -> Mapping[str, Sequence[RowScores]]:
         """Score the rows of these groups; nothing if no process has any, or the engine has the trainer's memory."""
-        names = [member.trajectory_id for group in groups for member in group.trajectories]
-        chosen = [row for name in names for row in rows[name]]
+        members = [member for group in groups for member in group.trajectories]
+        chosen = [row for member in members for _, row in member.tree.rows]
         if not rollouts.is_trained or not self.trainer.in_any_process(bool(chosen)):
             return {}
         scores = iter(await asyncio.to_thread(self.trainer.score, chosen))
-        return {name: [next(scores) for _ in rows[name]] for name in names}
+        return {member.trajectory_id: [next(scores) for _ in member.tree.rows] for member in members}
 
     def _describe(
         self,
         rollouts: StepRollouts,
         groups: Sequence[TrajectoryGroup],
-        rows: _RowsByTrajectory,
         scores: Mapping[str, Sequence[RowScores]],
     ) -> tuple[Mapping[str, Any], Mapping[str, Sequence[RecordedRow]]]:
         """The head of the file, and the rows of each trajectory by its id: all that the update is about to change."""
@@ -128,20 +123,15 @@ class Recorder:
         }
         trained = _TrainedRows(self.trainer, rollouts.units)
         members = {member.trajectory_id: member for group in groups for member in group.trajectories}
-        return head, {
-            name: self._describe_rows(member, rows[name], scores.get(name), trained) for name, member in members.items()
-        }
+        return head, {name: self._describe_rows(member, scores.get(name), trained) for name, member in members.items()}
 
     def _describe_rows(
-        self,
-        member: Trajectory,
-        rows: Sequence[TrainingSample],
-        scores: Sequence[RowScores] | None,
-        trained: _TrainedRows,
+        self, member: Trajectory, scores: Sequence[RowScores] | None, trained: _TrainedRows
     ) -> list[RecordedRow]:
         """What the trainer made of each row; without scores, what the loss left out is not known."""
+        rows = member.tree.rows
         known: Sequence[RowScores | None] = [None] * len(rows) if scores is None else scores
-        found = [trained.find(row) for row in rows]
+        found = [trained.find(row) for _, row in rows]
         pairs = [(of_row, score.logprobs) for of_row, score in zip(found, known, strict=True) if of_row and score]
         left_out = self.trainer.find_left_out(*zip(*pairs, strict=True)) if pairs else None
         rest = iter(left_out or ())
@@ -155,14 +145,8 @@ class Recorder:
                 ranks=None if score is None else score.ranks,
                 left_out=None if of_row is None or score is None else next(rest, None),
             )
-            for path, row, of_row, score in zip(find_trained_paths(member.tree), rows, found, known, strict=True)
+            for (path, row), of_row, score in zip(rows, found, known, strict=True)
         ]
-
-
-def _export_rows(groups: Sequence[TrajectoryGroup]) -> _RowsByTrajectory:
-    """The rows of each trajectory by its id, without advantages."""
-    members = [member for group in groups for member in group.trajectories]
-    return {member.trajectory_id: export_samples(member.tree, 0.0) for member in members}
 
 
 def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> list[TrajectoryGroup]:
@@ -228,7 +212,7 @@ def _key(row: TrainingSample) -> tuple[bytes, bytes]:
 
 def _find_advantage(member: Trajectory, trained: _TrainedRows) -> float | None:
     """The mean advantage of a trajectory's loss tokens; None if it is not trained on."""
-    found = [of_row for row in export_samples(member.tree, 0.0) if (of_row := trained.find(row)) is not None]
+    found = [of_row for _, row in member.tree.rows if (of_row := trained.find(row)) is not None]
     values = [row.advantages[row.loss_mask] for row in found]
     mean = float(np.concatenate(values).mean()) if values else math.nan
     return mean if math.isfinite(mean) else None

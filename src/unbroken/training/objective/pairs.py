@@ -130,7 +130,7 @@ async def build_pairs(
 
 def _keep_members_with_ids(group: TrajectoryGroup, counters: Counters) -> list[Trajectory]:
     members = keep_comparable(group, counters)
-    found = [member for member in members if export_samples(member.tree, 1.0)]
+    found = [member for member in members if member.tree.rows]
     counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED, times=len(members) - len(found))
     if len(found) < MIN_GROUP_SIZE:
         counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=len(found))

@@ -27,7 +27,7 @@ from unbroken.rollout.process.channel import Hello
 from unbroken.rollout.process.pool import SamplerPool
 from unbroken.rollout.process.worker import OpenWork, leave_end_to_parent, serve_orders
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.runs.signals import run_until_terminated
+from unbroken.runs.signals import cancelled_by_sigterm
 
 
 def make_trajectory(number: int, **fields: Any) -> Trajectory:
@@ -664,10 +664,10 @@ async def test_a_sampler_that_is_told_to_end_leaves_its_orders_to_others(tmp_pat
 
 
 def start_ended_by_signal(address: tuple[str, int], open_work: OpenWork) -> Any:
-    def serve() -> None:
-        serving = serve_orders(address, key=KEY, hello=Hello("remote", {}), open_work=open_work, wait_s=60.0)
-        run_until_terminated(serving)
+    async def serve() -> None:
+        with cancelled_by_sigterm():
+            await serve_orders(address, key=KEY, hello=Hello("remote", {}), open_work=open_work, wait_s=60.0)
 
-    process = Forked(target=serve)
+    process = Forked(target=lambda: asyncio.run(serve()))
     process.start()
     return process

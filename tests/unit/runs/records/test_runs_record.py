@@ -19,7 +19,7 @@ from support.rows import trajectory
 from support.scripted_env import ScriptedEnv
 from support.sequences import sampled
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples, find_trained_paths
+from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.env import Rewrite
@@ -35,7 +35,7 @@ from unbroken.untrusted import check_json
 
 def record(member: Trajectory, *, advantage: float | None = None, scored: float | None = None) -> dict[str, Any]:
     """The record of a trajectory, through JSON; the trainer's logprobs are all `scored`."""
-    plain = export_samples(member.tree, 0.0)
+    plain = member.tree.rows
     trained = [None] * len(plain) if advantage is None else export_samples(member.tree, advantage)
     rows = [
         RecordedRow(
@@ -44,7 +44,7 @@ def record(member: Trajectory, *, advantage: float | None = None, scored: float 
             trained=of_row,
             trainer_logprobs=None if scored is None else np.where(row.sampled_mask, np.float32(scored), np.nan),
         )
-        for path, row, of_row in zip(find_trained_paths(member.tree), plain, trained, strict=True)
+        for (path, row), of_row in zip(plain, trained, strict=True)
     ]
     found: dict[str, Any] = json.loads(json.dumps(make_record("0-0-3", member, rows), allow_nan=False))
     return found
