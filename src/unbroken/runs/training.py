@@ -31,6 +31,7 @@ from unbroken.runs.processes import ended_together, main_process_first
 from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, load_recipe, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import Terminated, cancelled_by_sigterm
+from unbroken.threads import keep_loop_responsive
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -165,17 +166,15 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
     from unbroken.runs.run import join_accelerator, open_training
-    from unbroken.threads import keep_loop_responsive
     from unbroken.training.loop import train
 
     accelerator = join_accelerator(config, accelerator)
     async with open_training(config, task, accelerator=accelerator) as training:
         num_steps, run, records = config.loop.num_steps, training.run, training.records
         if not training.continues:  # a run that continues compares its policies later, once its engine has its weights
-            console, recipe = records.progress.console, open_recipe.get()
-            console.print(await training.check.run(), soft_wrap=True, highlight=False)
-            if recipe is not None and recipe.preflight:
-                await run.show_preflight(config, console)
+            records.progress.console.print(await training.check.run(), soft_wrap=True, highlight=False)
+            if (recipe := open_recipe.get()) is not None and recipe.preflight:
+                await run.show_preflight(config, records.progress.console)
         await training.evaluations.evaluate(0, "before")
         with keep_loop_responsive():
             await train(
