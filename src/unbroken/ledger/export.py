@@ -15,9 +15,9 @@ A branch whose turns were sampled at several temperatures gives a row for each, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.nodes import Origin, Path
 from unbroken.ledger.numbers import MAX_FLOAT32, to_finite_float32
-from unbroken.types import BoolMask, TrainingSample
-
-if TYPE_CHECKING:
-    from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree
+from unbroken.types import TrainingSample
 
 
 def export_samples(
@@ -51,26 +49,6 @@ def export_samples(
     """
     by_node = _check_advantages(tree, advantage)
     return [_add_advantages(path, row, by_node) for path, row in tree.rows]
-
-
-def build_rows(tree: TokenTree) -> tuple[tuple[Path, TrainingSample], ...]:
-    """The path of each row, which may end after the row, and the row with the advantage 0 (`TokenTree.rows`)."""
-    return tuple((path, _build_row(path, mask, temperature)) for path, mask, temperature in _find_rows(tree))
-
-
-def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, BoolMask, float]]:
-    """The path, loss mask and temperature of each row."""
-    num_trained = [0] * len(tree.nodes)
-    for leaf in tree.leaves():
-        path = tree.path(leaf)
-        untrained = _mask_untrained(path, num_trained)
-        for temperature in path.temperatures:
-            loss_mask = untrained.copy()
-            for segment in path.segments:
-                if tree.nodes[segment.node].temperature != temperature:
-                    loss_mask[segment.start : segment.stop] = False
-            if loss_mask.any():
-                yield path, loss_mask, temperature
 
 
 _Advantages: TypeAlias = Mapping[int, NDArray[np.float32]]
@@ -102,20 +80,6 @@ def _expand(value: float | NDArray[np.float64], num_ids: int, *, name: str) -> N
     return value.astype(np.float32)
 
 
-def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
-    """Mask the sampled ids that no earlier branch trains, [T].
-
-    A path contains a prefix of each of its nodes, so the trained ids of a node are a prefix too. `num_trained` has its
-    length for each node, and is updated.
-    """
-    mask = path.sampled_mask.copy()
-    for segment in path.segments:
-        num_ids = segment.stop - segment.start
-        mask[segment.start : segment.start + min(num_ids, num_trained[segment.node])] = False
-        num_trained[segment.node] = max(num_ids, num_trained[segment.node])
-    return mask
-
-
 def _add_advantages(path: Path, row: TrainingSample, by_node: _Advantages) -> TrainingSample:
     # A path has a prefix of each of its nodes.
     advantages = np.concatenate(
@@ -125,19 +89,3 @@ def _add_advantages(path: Path, row: TrainingSample, by_node: _Advantages) -> Tr
         ]
     ).astype(np.float32)
     return replace(row, advantages=np.where(row.loss_mask, advantages[: len(row.token_ids)], np.float32(0)))
-
-
-def _build_row(path: Path, loss_mask: BoolMask, temperature: float) -> TrainingSample:
-    end = int(np.flatnonzero(loss_mask)[-1]) + 1
-    return TrainingSample(
-        token_ids=path.token_ids[:end],
-        sampled_mask=path.sampled_mask[:end],
-        loss_mask=loss_mask[:end],
-        rollout_logprobs=path.rollout_logprobs[:end],
-        policy_versions=path.policy_versions[:end],
-        advantages=np.zeros(end, dtype=np.float32),
-        temperature=temperature,
-        images=tuple(image for image in path.images if image.offset < end),
-        routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
-        kept_ids=None if path.kept_ids is None else path.kept_ids.cut(end),
-    )

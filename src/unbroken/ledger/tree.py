@@ -37,13 +37,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
-from unbroken.ledger.export import build_rows
 from unbroken.ledger.nodes import Node, Origin, Path, Position, Segment
 from unbroken.ledger.records import ImageRecord, StoredSession
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import (
     NO_VERSION,
+    BoolMask,
     FinishReason,
     ImageSpan,
     KeptIds,
@@ -95,7 +95,7 @@ class TokenTree:
         """
         num_nodes = len(self._nodes)
         if self._rows[0] != num_nodes:
-            self._rows = num_nodes, build_rows(self)
+            self._rows = num_nodes, tuple(_find_rows(self))
         return self._rows[1]
 
     def copy(self) -> TokenTree:
@@ -343,6 +343,51 @@ def _concatenate(parts: Sequence[NDArray[Any]]) -> Any:
 
 _Start: TypeAlias = tuple[int, ImageSpan | None]
 """An id, and the image that begins with it, as if it stood at offset 0."""
+
+
+def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, TrainingSample]]:
+    """The path of each row, and the row with the advantage 0."""
+    num_trained = [0] * len(tree.nodes)
+    for leaf in tree.leaves():
+        path = tree.path(leaf)
+        untrained = _mask_untrained(path, num_trained)
+        for temperature in path.temperatures:
+            loss_mask = untrained.copy()
+            for segment in path.segments:
+                if tree.nodes[segment.node].temperature != temperature:
+                    loss_mask[segment.start : segment.stop] = False
+            if loss_mask.any():
+                yield path, _build_row(path, loss_mask, temperature)
+
+
+def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
+    """Mask the sampled ids that no earlier branch trains, [T].
+
+    A path contains a prefix of each of its nodes, so the trained ids of a node are a prefix too. `num_trained` has its
+    length for each node, and is updated.
+    """
+    mask = path.sampled_mask.copy()
+    for segment in path.segments:
+        num_ids = segment.stop - segment.start
+        mask[segment.start : segment.start + min(num_ids, num_trained[segment.node])] = False
+        num_trained[segment.node] = max(num_ids, num_trained[segment.node])
+    return mask
+
+
+def _build_row(path: Path, loss_mask: BoolMask, temperature: float) -> TrainingSample:
+    end = int(np.flatnonzero(loss_mask)[-1]) + 1
+    return TrainingSample(
+        token_ids=path.token_ids[:end],
+        sampled_mask=path.sampled_mask[:end],
+        loss_mask=loss_mask[:end],
+        rollout_logprobs=path.rollout_logprobs[:end],
+        policy_versions=path.policy_versions[:end],
+        advantages=np.zeros(end, dtype=np.float32),
+        temperature=temperature,
+        images=tuple(image for image in path.images if image.offset < end),
+        routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
+        kept_ids=None if path.kept_ids is None else path.kept_ids.cut(end),
+    )
 
 
 class _BranchIndex:

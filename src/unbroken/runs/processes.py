@@ -150,15 +150,11 @@ async def ended_together() -> AsyncIterator[None]:
         is_over = True
         if is_cancelled:
             task.uncancel()  # what is left are the cancellations of others, which must propagate
-        said = f"{others.own_name} failed: {format_error(error)}"[:2000]
-        if isinstance(error, UnbrokenError):
-            raise
-        if isinstance(error, asyncio.CancelledError) and not loss.done():
-            said = f"{others.own_name} was interrupted"
-        elif not isinstance(error, asyncio.CancelledError):
+        said = others.describe_failure(error, is_lost=loss.done())
+        if not isinstance(error, asyncio.CancelledError | UnbrokenError):
             await asyncio.wait([loss], timeout=_OWN_ERROR_S)  # of another process: the error may be there before
             others.log_absent()
-        if not loss.done() or must_propagate(error):
+        if isinstance(error, UnbrokenError) or not loss.done() or must_propagate(error):
             raise
         raise TrainingError(
             f"{loss.result()}: its log may say more; the same commands continue from the last checkpoint"
@@ -212,6 +208,12 @@ class _Others:
         for task in self._tasks:
             task.cancel()
         self._say(said)
+
+    def describe_failure(self, error: BaseException, *, is_lost: bool) -> str:
+        """What this process says when it ends with an error; `is_lost` says that another one ended before."""
+        if isinstance(error, asyncio.CancelledError) and not is_lost:
+            return f"{self.own_name} was interrupted"
+        return f"{self.own_name} failed: {format_error(error)}"[:2000]
 
     def log_absent(self) -> None:
         """Name those that never connected: one of them may be what an error here comes from."""

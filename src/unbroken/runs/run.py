@@ -5,7 +5,6 @@ processes ── model ── engines ── samplers ── trainer ── outp
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shlex
 from collections.abc import AsyncIterator, Sequence
@@ -31,7 +30,7 @@ from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
 from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.evaluation.schedule import Evaluations, make_evaluators
-from unbroken.runs.export.files import create_repository, upload
+from unbroken.runs.export.files import create_repository
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.models import (
     check_config_changes,
@@ -73,12 +72,6 @@ _MAX_TIMELINE_BYTES = 64 * 10**6
 """Of a process, of which the newest are kept: some 500,000 events, which https://ui.perfetto.dev opens at once."""
 
 
-async def upload_final(model: Path, repository: str, *, num_steps: int) -> None:
-    """Upload the final model. Other processes do not wait for it: it may take longer than they would."""
-    address = await asyncio.to_thread(upload, model, repository, message=f"{num_steps} steps of training")
-    print(f"model at {address}")
-
-
 async def check_without_training(config: RunConfig, task: Task, *, output: Path) -> None:
     """Open a run, compare its policies, and make its preflight: `unbroken doctor TASK`.
 
@@ -90,22 +83,11 @@ async def check_without_training(config: RunConfig, task: Task, *, output: Path)
     accelerator, console = join_accelerator(config, None), Console()
     here = replace(config.rollouts, samplers=0, listen=None, key_file=None)
     own = replace(config, rollouts=here)
-    async with open_run(own, replace(task, evaluate_on=()), accelerator=accelerator) as opened:
+    async with open_run(own, task, accelerator=accelerator) as opened:
         max_k3 = choose_max_k3(config, config.engine, opened.model)
         check = PolicyCheck(trainer=opened.trainer, sampler=opened.sampler, max_k3=max_k3)
         console.print(await check.run(), soft_wrap=True, highlight=False)
-        await show_preflight(replace(config, output=output), opened, console)
-
-
-async def show_preflight(config: RunConfig, run: _OpenRun, console: Console) -> None:
-    """Sample a few rollouts of a run, and show what they say, in its first process, for which the others wait."""
-    async with fail_together(run.trainer):
-        if run.trainer.is_main_process:
-            num_processes = run.rank.num_processes
-            what = {"source": run.source, "model": run.model, "num_processes": num_processes}
-            if num_processes == 1 and run.engine.before_update is None:
-                what["trainer"] = run.trainer
-            await Preflight(config=config, sampler=run.sampler, **what).run(console)
+        await opened.show_preflight(replace(config, output=output), console)
 
 
 def join_accelerator(config: RunConfig, accelerator: Accelerator | None) -> Accelerator:
@@ -119,11 +101,11 @@ def join_accelerator(config: RunConfig, accelerator: Accelerator | None) -> Acce
         cpu=uses_cpu(), mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None
     )
     config.trainer.parallel.check_processes(accelerator.num_processes)
-    check_device(config.engine.kind, accelerator)
+    _check_device(config.engine.kind, accelerator)
     return accelerator
 
 
-def check_device(kind: EngineKind, accelerator: Accelerator) -> None:
+def _check_device(kind: EngineKind, accelerator: Accelerator) -> None:
     """Raise `InvalidInputError` if a process cannot have an engine of this kind, without a GPU."""
     if kind is not EngineKind.COLOCATED or accelerator.device.type != "cpu":
         return
@@ -148,6 +130,16 @@ class _OpenRun:
     """The trainer's."""
     warm_start: WarmStart | None
 
+    async def show_preflight(self, config: RunConfig, console: Console) -> None:
+        """Sample a few rollouts, and show what they say, in the first process, for which the others wait."""
+        async with fail_together(self.trainer):
+            if self.trainer.is_main_process:
+                num_processes = self.rank.num_processes
+                what = {"source": self.source, "model": self.model, "num_processes": num_processes}
+                if num_processes == 1 and self.engine.before_update is None:
+                    what["trainer"] = self.trainer
+                await Preflight(config=config, sampler=self.sampler, **what).run(console)
+
 
 @asynccontextmanager
 async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -> AsyncIterator[_OpenRun]:
@@ -155,6 +147,7 @@ async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -
 
     Engine and gateway are closed when the block ends.
     """
+    _check_sets(task.sets, config.evaluation)
     model = find_revision(task.model, config.model_settings.revision)
     _check(config, model, accelerator)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
@@ -295,8 +288,9 @@ async def _open_engine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Training:
-    """What a run needs to train, besides what samples and the trainer."""
+    """What a run needs to train."""
 
+    run: _OpenRun
     collector: Collector
     models: KeptModels
     checkpoints: Checkpoints
@@ -311,39 +305,26 @@ class _Training:
 
 
 @asynccontextmanager
-async def open_training(config: RunConfig, run: _OpenRun, task: Task) -> AsyncIterator[_Training]:
-    """Prepare the output, and open what training writes and evaluates with, until the block ends."""
-    output, trainer, curriculum = config.output, run.trainer, task.curriculum
-    if curriculum is None and config.curriculum is not None:
-        curriculum = load_function(config.curriculum, field="curriculum")
-    collector = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
-    models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
-    _prepare_output(models, last_step=max(find_checkpoints(output / "checkpoints"), default=0))
-    checkpoints = Checkpoints(
-        output / "checkpoints",
-        every=config.checkpoints.every,
-        every_s=config.checkpoints.every_s,
-        num_kept=config.checkpoints.num_kept,
-        caller=collector,
-    )
+async def open_training(config: RunConfig, task: Task, *, accelerator: Accelerator) -> AsyncIterator[_Training]:
+    """Open a run, prepare its output, and open what training writes and evaluates with, until the block ends."""
     async with AsyncExitStack() as stack:
-        records = _open_records(stack, config, run)
-        evaluations = Evaluations(
-            evaluators=make_evaluators(
-                task.sets,
-                config.evaluation,
-                run.sampler,
-                seed=config.seed,
-                output=output,
-                rank=run.rank,
-                source=run.source,
-            ),
-            config=config.evaluation,
-            models=models,
-            console=records.progress.console,
-            metrics=records.metrics,
-            timeline=records.timeline,
+        run = await stack.enter_async_context(open_run(config, task, accelerator=accelerator))
+        output, trainer, curriculum = config.output, run.trainer, task.curriculum
+        if curriculum is None and config.curriculum is not None:
+            curriculum = load_function(config.curriculum, field="curriculum")
+        collector = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
+        models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
+        last_step = max(find_checkpoints(output / "checkpoints"), default=0)
+        _prepare_output(models, last_step=last_step)
+        checkpoints = Checkpoints(
+            output / "checkpoints",
+            every=config.checkpoints.every,
+            every_s=config.checkpoints.every_s,
+            num_kept=config.checkpoints.num_kept,
+            caller=collector,
         )
+        records = _open_records(stack, config, run)
+        evaluations = _make_evaluations(config, run, task.sets, models, records)
         background: BackgroundEvaluations | None = None  # without staleness they are made between two steps
         if config.loop.max_staleness > 0:
             loop = config.loop
@@ -352,6 +333,7 @@ async def open_training(config: RunConfig, run: _OpenRun, task: Task) -> AsyncIt
         max_k3 = choose_max_k3(config, config.engine, run.model)
         check = PolicyCheck(trainer=trainer, sampler=run.sampler, max_k3=max_k3)
         yield _Training(
+            run=run,
             collector=collector,
             models=models,
             checkpoints=checkpoints,
@@ -360,8 +342,24 @@ async def open_training(config: RunConfig, run: _OpenRun, task: Task) -> AsyncIt
             background=background,
             check=check,
             observer=_make_observer(config, run, records, check, models, evaluations, background),
-            continues=trainer.from_main_process(bool(find_checkpoints(checkpoints.folder))),
+            continues=trainer.from_main_process(last_step > 0),
         )
+
+
+def _make_evaluations(
+    config: RunConfig, run: _OpenRun, sets: Sequence[EvaluationSet], models: KeptModels, records: _Records
+) -> Evaluations:
+    seed, output = config.seed, config.output
+    return Evaluations(
+        evaluators=make_evaluators(
+            sets, config.evaluation, run.sampler, seed=seed, output=output, rank=run.rank, source=run.source
+        ),
+        config=config.evaluation,
+        models=models,
+        console=records.progress.console,
+        metrics=records.metrics,
+        timeline=records.timeline,
+    )
 
 
 def _prepare_output(models: KeptModels, *, last_step: int) -> None:
@@ -447,7 +445,7 @@ def _make_observer(
     )
 
 
-def check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
+def _check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
     """Raise `InvalidInputError` if two sets have one name, or `config.best_set` is not one of them."""
     names = [each.name for each in sets]
     if len(set(names)) < len(names):

@@ -31,6 +31,7 @@ from unbroken.runs.processes import ended_together, main_process_first
 from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, load_recipe, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import Terminated, cancelled_by_sigterm
+from unbroken.threads import keep_loop_responsive
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -164,36 +165,29 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
-    from unbroken.runs.run import check_sets, join_accelerator, open_run, open_training, show_preflight, upload_final
-    from unbroken.threads import keep_loop_responsive
+    from unbroken.runs.run import join_accelerator, open_training
     from unbroken.training.loop import train
 
     accelerator = join_accelerator(config, accelerator)
-    check_sets(task.sets, config.evaluation)
-    async with (
-        open_run(config, task, accelerator=accelerator) as opened,
-        open_training(config, opened, task) as training,
-    ):
-        num_steps, records = config.loop.num_steps, training.records
-        console = records.progress.console
-        if not training.continues:
-            # A run that continues compares its policies later, once its engine has its weights.
-            console.print(await training.check.run(), soft_wrap=True, highlight=False)
-            if (recipe := open_recipe.get()) is not None and recipe.preflight:  # scripts have none
-                await show_preflight(config, opened, console)
+    async with open_training(config, task, accelerator=accelerator) as training:
+        num_steps, run, records = config.loop.num_steps, training.run, training.records
+        if not training.continues:  # a run that continues compares its policies later, once its engine has its weights
+            records.progress.console.print(await training.check.run(), soft_wrap=True, highlight=False)
+            if (recipe := open_recipe.get()) is not None and recipe.preflight:
+                await run.show_preflight(config, records.progress.console)
         await training.evaluations.evaluate(0, "before")
         with keep_loop_responsive():
             await train(
                 training.collector,
-                trainer=opened.trainer,
-                publisher=opened.engine.publisher,
+                trainer=run.trainer,
+                publisher=run.engine.publisher,
                 metrics=records.metrics,
                 config=config.chosen_loop,
                 observer=training.observer,
                 checkpoints=training.checkpoints,
-                engine=opened.engine.engine if config.engine.kind is EngineKind.SERVER else None,
+                engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
                 timeline=records.timeline,
-                warm_start=opened.warm_start,
+                warm_start=run.warm_start,
             )
             if training.background is not None:
                 await training.background.finish()
@@ -203,9 +197,8 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
         training.evaluations.log()
         begin("closing the engine")
         records.progress.show_end(config.output, model=final)
-    if config.export.push_to_hub is not None and accelerator.is_main_process:
-        await upload_final(final, config.export.push_to_hub, num_steps=num_steps)
-    return TrainedRun(model=opened.model, trainer=opened.trainer, renderer=opened.sampler.renderer, rollouts=rollouts)
+    await asyncio.to_thread(training.models.upload_final, final, num_steps)
+    return TrainedRun(model=run.model, trainer=run.trainer, renderer=run.sampler.renderer, rollouts=rollouts)
 
 
 def _explain_failure(error: Exception, path: Path) -> None:

@@ -129,10 +129,9 @@ class StepRunner:
                 groups = await self._take_groups(step)
             self._begin(step, waited_s=groups.waited_s, since_last_s=groups.since_last_s)
             with record_function("train"):
-                # Adds one to the version, if there is anything to train on. No name keeps the rows beyond it.
                 await self._update(groups, await self._make_units(groups))
             state = groups.state
-            del groups  # what comes after the step may need the memory
+            del groups  # no name keeps them, or their rows, beyond the update
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
         # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
         # version ever stands for two weights.

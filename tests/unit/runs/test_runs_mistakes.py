@@ -364,7 +364,7 @@ def test_a_colocated_engine_without_a_gpu_is_refused_in_one_sentence(monkeypatch
         monkeypatch.setattr(run, "packages_distributions", lambda names=names: {"vllm": names})
         monkeypatch.setattr(run, "version", versions.get)
         with pytest.raises(InvalidInputError, match=r"engine.kind colocated needs a GPU, or vLLM's build for CPUs"):
-            run.check_device(EngineKind.COLOCATED, on_cpu)
+            run._check_device(EngineKind.COLOCATED, on_cpu)
     monkeypatch.setattr(run, "version", {"vllm": "0.32.0+cpu"}.get)
-    run.check_device(EngineKind.COLOCATED, on_cpu)
-    run.check_device(EngineKind.EMBEDDED, on_cpu)
+    run._check_device(EngineKind.COLOCATED, on_cpu)
+    run._check_device(EngineKind.EMBEDDED, on_cpu)

@@ -17,7 +17,7 @@ import torch
 
 from unbroken.progress import begin
 from unbroken.runs.config import ExportConfig
-from unbroken.runs.export.files import ModelInfo, add_files, read_info
+from unbroken.runs.export.files import ModelInfo, add_files, read_info, upload
 from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.trainer import Trainer
 from unbroken.weights.folders import flush_to_disk, remove_folder, remove_unfinished
@@ -57,6 +57,14 @@ class KeptModels:
     def write_final(self, step: int) -> Path:
         """Write the model after the last step."""
         return self._write(self.output / FINAL, step)
+
+    def upload_final(self, model: Path, num_steps: int) -> None:
+        """Upload the final model if the config says where to, and say so, in the first process. The others do not wait:
+        it may take longer than they would.
+        """
+        if self.config.push_to_hub is not None and self.trainer.is_main_process:
+            address = upload(model, self.config.push_to_hub, message=f"{num_steps} steps of training")
+            print(f"model at {address}")
 
     def write_step(self, step: int) -> None:
         """Write the model after a step, if it is one of every `config.every`; keep the newest `config.num_kept`."""
