@@ -23,6 +23,7 @@ from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.reports import make_printable
 from unbroken.runs.records.files import read_lines
 from unbroken.untrusted import open_inside, read_json
 
@@ -153,14 +154,10 @@ def _parse_lines(data: bytes) -> tuple[dict[NoteKey, Note], list[str]]:
 def _describe(error: Exception) -> str:
     """What is wrong, for a terminal too: without control characters, which a field's name may have."""
     if not isinstance(error, ValidationError):
-        return _make_printable(str(error))
+        return make_printable(str(error))
     first = error.errors(include_url=False, include_context=False)[0]
-    place = _make_printable(".".join(map(str, first["loc"])))[:80] or "it"
+    place = make_printable(".".join(map(str, first["loc"])))[:80] or "it"
     return f"{place}: {first['msg']}, got {first.get('input')!r:.80}"
-
-
-def _make_printable(text: str) -> str:
-    return text if text.isprintable() else repr(text)
 
 
 def find_refusal(folder: Path) -> str | None:

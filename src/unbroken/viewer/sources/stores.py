@@ -34,12 +34,13 @@ from unbroken.ledger.store import Cursor, is_postgres_url, open_snapshots, open_
 from unbroken.ledger.store.reader import ListedSession, StoreReader
 from unbroken.ledger.tree import Conversations, StoredTree
 from unbroken.rendering.encoding.text_codec import TokenTexts
+from unbroken.runs.folder import RECIPE_FILE
 from unbroken.runs.records.files import MAX_TEXT, summarize
 from unbroken.runs.records.paths import describe_branch, describe_session, find_runs
 from unbroken.tinker.store import TINKER_TABLES, decode_sampled
 from unbroken.types import NO_VERSION
 from unbroken.untrusted import check_json, read_json
-from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
+from unbroken.viewer.sources.models import Tokenizers, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
 from unbroken.viewer.sources.rollouts import BROKEN, check_record, describe_trajectory, make_broken
 
