@@ -37,7 +37,7 @@ _MESSAGES, _IDS = ("messages", "tools"), ("token_ids", "loss_mask", "tokenizer",
 def load_warm_start(
     config: RunConfig, *, source: str, renderer: Renderer, context_length: int | None, rank: Rank
 ) -> WarmStart | None:
-    """Load and render the rows of the run's warm start, for the model in `source`; None if it has none.
+    """Load and render the supervised rows of a run, for the model in `source`; None if it has none.
 
     Raises:
         InvalidInputError: there is no such data set, or a row of it cannot be trained exactly.
@@ -50,7 +50,7 @@ def load_warm_start(
         rows = [row for of_one in conversations for row in of_one]
         num_ids, num_trained = sum(len(row.token_ids) for row in rows), sum(int(row.loss_mask.sum()) for row in rows)
         what = f"{len(conversations)} conversations in {len(rows)} rows, {num_trained} of {num_ids} ids are trained"
-        print(f"warm start: {what}", flush=True)
+        print(f"supervised rows: {what}", flush=True)
     return WarmStart(
         conversations=conversations,
         order=EpochOrder(len(conversations), seed=config.seed, shuffle=True),

@@ -98,7 +98,7 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
 
 def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
     """The keys of a turn that say how many ids were sampled, how many were given inside, by whom and which versions."""
-    counts = {"num_sampled": sequence.num_sampled, "num_forced": sequence.num_given}
+    counts = {"num_sampled": sequence.num_sampled, "num_given": sequence.num_given}
     versions = find_runs(sequence.policy_versions, where=sequence.sampled_mask)
     return {**counts, "policy": policy, "policy_versions": versions}
 
