@@ -47,7 +47,7 @@ class ChangedNoteError(InvalidInputError):
     """A note is not saved, because the rollout or the note is another than the one that was shown."""
 
 
-class NoteContent(BaseModel):
+class _NoteContent(BaseModel):
     """Labels, each of 1 to 60 characters without commas, and a text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -57,7 +57,7 @@ class NoteContent(BaseModel):
     """Of the rollout's line, see `hash_line`."""
 
 
-class SentNote(NoteContent):
+class SentNote(_NoteContent):
     """What a page sends."""
 
     shown_time_s: float | None
@@ -72,7 +72,7 @@ class SentNote(NoteContent):
             raise InvalidInputError(f"a note must have labels and a text: {_describe(error)}") from None
 
 
-class Note(NoteContent):
+class Note(_NoteContent):
     """A line of the file."""
 
     set: str | None
@@ -82,7 +82,7 @@ class Note(NoteContent):
     time_s: float = Field(ge=0, allow_inf_nan=False)
 
     @staticmethod
-    def of(content: NoteContent, set_name: str | None, step: int, trajectory: str) -> Note:
+    def of(content: _NoteContent, set_name: str | None, step: int, trajectory: str) -> Note:
         """A note of a rollout, from now."""
         return Note(
             labels=content.labels, text=content.text, sha256=content.sha256, set=set_name, step=step,

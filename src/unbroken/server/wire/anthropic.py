@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, make_call
 from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
@@ -23,7 +23,6 @@ from unbroken.server.wire.conversation import (
     fits_seal,
     is_seal,
     list_hosted,
-    make_call,
     make_tool,
     refuse_misplaced,
     require_tool,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from unbroken.messages import Message, ToolCall, ToolSchema
+from unbroken.messages import Message, ToolCall, ToolSchema, make_call
 from unbroken.server.http.bodies import BodyModel, Texts
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
@@ -27,7 +27,6 @@ from unbroken.server.wire.conversation import (
     ToolChoice,
     get_name,
     is_seal,
-    make_call,
     make_seal,
     make_tool,
     refuse_misplaced,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from unbroken.messages import Message, ToolCall, ToolSchema
+from unbroken.messages import Message, ToolCall, ToolSchema, make_call
 from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
@@ -28,7 +28,6 @@ from unbroken.server.wire.conversation import (
     ToolChoice,
     is_seal,
     list_hosted,
-    make_call,
     make_tool,
     refuse_misplaced,
     require_tool,
