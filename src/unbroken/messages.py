@@ -57,6 +57,12 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
+def make_call(call_id: str, name: str, arguments: Mapping[str, Any] | str) -> ToolCall:
+    """Make a tool call; `arguments` are an object, or the text of one in JSON."""
+    given = arguments if isinstance(arguments, str) else dict(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+
+
 class Message(TypedDict, total=False):
     """One message. In a tool message, `tool_call_id` and `name` say which call it answers.
 

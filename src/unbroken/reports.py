@@ -127,9 +127,11 @@ def make_printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shorten(text: str, length: int) -> str:
-    """Cut a text that is longer."""
-    return text if len(text) <= length else f"{text[: length - 2]}.."
+def shorten(text: str, length: int, *, num_last: int = 0) -> str:
+    """Cut a text that is longer, but for its last `num_last` characters."""
+    if len(text) <= length:
+        return text
+    return f"{text[: length - 2 - num_last]}..{text[len(text) - num_last :]}"
 
 
 def format_percent(part: float, whole: float = 1) -> str:

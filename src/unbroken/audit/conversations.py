@@ -7,12 +7,12 @@ its last call contain a mark, a word that occurs once, by which the judge finds 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from unbroken.messages import Message, ToolCall, ToolSchema
+from unbroken.messages import Message, ToolCall, ToolSchema, make_call
 
 TOOL_NAMES = ("search", "add_note")
 TOOLS: tuple[ToolSchema, ...] = tuple(
@@ -97,11 +97,6 @@ class AuditConversation:
     def messages(self) -> list[Message]:
         """History, turn and new messages."""
         return [*self.history, self.turn, *self.new_messages]
-
-
-def make_call(name: str, call_id: str, arguments: Mapping[str, Any]) -> ToolCall:
-    """Make a tool call."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 class ConversationMaker:
@@ -190,7 +185,7 @@ class ConversationMaker:
         arguments: dict[str, Any] = {"query": self._make_text(), "limit": rng.randrange(100)}
         if rng.random() < 0.3:
             arguments["filter"] = {"years": [1999, 2000.5], "open": rng.random() < 0.5}
-        return make_call(rng.choice(TOOL_NAMES), f"call{self._num_calls:05d}", arguments)
+        return make_call(f"call{self._num_calls:05d}", rng.choice(TOOL_NAMES), arguments)
 
     def _make_following(self, following: Following, turn: Message) -> list[Message]:
         match following:

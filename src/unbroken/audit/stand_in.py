@@ -13,9 +13,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from unbroken.audit.conversations import TOOLS, make_call
+from unbroken.audit.conversations import TOOLS
 from unbroken.errors import TemplateError
-from unbroken.messages import Message
+from unbroken.messages import Message, make_call
 from unbroken.rendering.template import TemplateRenderer
 
 BEGIN, END = "<|bos_token|>", "<|eos_token|>"
@@ -69,7 +69,7 @@ def make_stand_in(source: str, *, begin: str = BEGIN, end: str = END) -> Any:
 
 def _render_conversations(renderer: TemplateRenderer) -> Iterator[str]:
     """Render each kind of message: some templates join control tokens from parts, `'<|' + role + '|>'`."""
-    call = make_call("search", "callprob1", {"query": "x"})
+    call = make_call("callprob1", "search", {"query": "x"})
     conversations: list[list[Message]] = [
         [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}],
         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x", "reasoning_content": "x"}],

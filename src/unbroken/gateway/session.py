@@ -40,7 +40,7 @@ _MAX_BROKEN = 4
 _ABORTED_IDS = f"{Event.ABORTED}/sampled_ids"
 
 
-class SessionSampling(StrictBody):
+class _SessionSampling(StrictBody):
     """Sampling parameters that all turns of a session have, also against its agent; null leaves it to the agent.
 
     A trainer needs one temperature in all turns.
@@ -60,7 +60,7 @@ class SessionSampling(StrictBody):
     """Most ids of one turn. The agent may ask for fewer."""
 
 
-class SessionLimits(StrictBody):
+class _SessionLimits(StrictBody):
     """Where a session ends; null for no limit."""
 
     turns: int | None = Field(default=None, ge=1)
@@ -85,10 +85,10 @@ class SessionSettings(StrictBody):
     follow: bool = True
     """Answer with the policy's newest version; false for the one of the session's creation, and an error once there are
     other weights."""
-    sampling: SessionSampling = Field(default_factory=SessionSampling)
+    sampling: _SessionSampling = Field(default_factory=_SessionSampling)
     template_options: dict[str, Any] | None = None
     """`chat_template_kwargs` of all its requests; null leaves them to the agent."""
-    limits: SessionLimits = Field(default_factory=SessionLimits)
+    limits: _SessionLimits = Field(default_factory=_SessionLimits)
     on_disconnect: OnDisconnect | None = Field(default=None, strict=False)
     """What happens to a turn whose reader leaves before its end; null for the gateway's default."""
 

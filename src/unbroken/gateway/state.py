@@ -29,7 +29,7 @@ from unbroken.ledger.records import (
     TurnRecord,
 )
 from unbroken.ledger.tree import TokenTree
-from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source, make_call
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse, Refusal, RefusalReason, ToolCallStatus
 from unbroken.rollout.prompts import GivenIds, Prompt, attach_given, count_prompt
 from unbroken.rollout.trajectory import Turn
@@ -349,10 +349,7 @@ def _make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message,
     if reply.reasoning:
         delivered["reasoning_content"] = reply.reasoning
     if reply.calls:
-        delivered["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in reply.calls
-        ]
+        delivered["tool_calls"] = [make_call(call.call_id, call.name, call.arguments) for call in reply.calls]
     return parsed.to_message(call_ids), delivered
 
 

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 from unbroken.errors import EnvServerError, InvalidInputError, RewardError, missing_extra
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import ContentPart, Message, ToolSchema, get_reasoning, get_text
+from unbroken.reports import shorten
 from unbroken.rollout.env import EnvStart, Outcome, Reply
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.seeds import EpochOrder
@@ -309,7 +310,7 @@ def _read_messages(params: Mapping[str, Any], place: str) -> list[Message]:
     """
     given = params["input"]
     if not isinstance(given, (str, list)):
-        raise InvalidInputError(f"{place}, input must be a text or a list, got {_shorten(given)}")
+        raise InvalidInputError(f"{place}, input must be a text or a list, got {_quote(given)}")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     if params.get("instructions"):
         items.insert(0, {"role": "system", "content": params["instructions"]})
@@ -323,14 +324,14 @@ def _read_tools(params: Mapping[str, Any], place: str) -> list[ToolSchema]:
     """The functions that the model may call; raises `InvalidInputError` for a tool that is not a function."""
     given = params.get("tools") or []
     if not isinstance(given, list):
-        raise InvalidInputError(f"{place}, tools must be a list, got {_shorten(given)}")
+        raise InvalidInputError(f"{place}, tools must be a list, got {_quote(given)}")
     tools: list[ToolSchema] = []
     for k, tool in enumerate(given):
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or not tool.get("name"):
-            raise InvalidInputError(f"{place}, tools[{k}] must be a function with a name, got {_shorten(tool)}")
+            raise InvalidInputError(f"{place}, tools[{k}] must be a function with a name, got {_quote(tool)}")
         parameters = tool.get("parameters") or {}
         if not isinstance(parameters, Mapping):
-            raise InvalidInputError(f"{place}, tools[{k}].parameters must be an object, got {_shorten(parameters)}")
+            raise InvalidInputError(f"{place}, tools[{k}].parameters must be an object, got {_quote(parameters)}")
         schema = {"type": "object", "properties": {}, **parameters}
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
         tools.append(cast(ToolSchema, {"type": "function", "function": function}))
@@ -369,7 +370,7 @@ def _add_item(messages: list[Message], item: Any, place: str) -> None:
         _add_to_reply(messages, item, kind, place)
     else:
         raise InvalidInputError(
-            f"{place} must be a message, a function_call, its function_call_output or reasoning, got {_shorten(item)}"
+            f"{place} must be a message, a function_call, its function_call_output or reasoning, got {_quote(item)}"
         )
 
 
@@ -404,7 +405,7 @@ def _read_part(part: Any, place: str) -> ContentPart:
         return {"type": "text", "text": part["text"]}
     if kind == "input_image" and part.get("image_url"):
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-    raise InvalidInputError(f"{place} must be a text or an image with a URL, got {_shorten(part)}")
+    raise InvalidInputError(f"{place} must be a text or an image with a URL, got {_quote(part)}")
 
 
 def _write_items(message: Message) -> Iterator[_Item]:
@@ -437,5 +438,5 @@ def _make_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def _shorten(value: Any) -> str:
-    return repr(value)[:200]
+def _quote(value: Any) -> str:
+    return shorten(repr(value), 200)

@@ -89,9 +89,15 @@ class Node:
     """[K] of a sampled node, if the engine returned them."""
 
     @property
+    def sampled_mask(self) -> BoolMask:
+        """True exactly on the ids that an engine sampled."""
+        mask: BoolMask = self.policy_versions != NO_VERSION
+        return mask
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled ids."""
-        return int(np.count_nonzero(self.policy_versions != NO_VERSION))
+        return int(np.count_nonzero(self.sampled_mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,7 @@ class TokenTree:
         parts = [(self._nodes[step.node], step.offset) for step in steps]
         return Path(
             token_ids=self.token_ids(position),
-            sampled_mask=_concatenate([node.policy_versions[:size] != NO_VERSION for node, size in parts]),
+            sampled_mask=_concatenate([node.sampled_mask[:size] for node, size in parts]),
             rollout_logprobs=_concatenate([node.rollout_logprobs[:size] for node, size in parts]),
             policy_versions=_concatenate([node.policy_versions[:size] for node, size in parts]),
             message_indices=_concatenate([node.message_indices[:size] for node, size in parts]),

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from unbroken.errors import InvariantError
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, make_call
 from unbroken.threads import DaemonThreads
 from unbroken.types import ImageSpan, TokenIds, token_ids
 
@@ -224,9 +224,7 @@ class ParsedResponse:
             message["reasoning_content"] = self.reasoning
         calls = [(c, i) for c, i in zip(self.tool_calls, call_ids, strict=True) if c.status is ToolCallStatus.OK]
         if calls:
-            message["tool_calls"] = [
-                {"id": i, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c, i in calls
-            ]
+            message["tool_calls"] = [make_call(i, c.name, c.arguments) for c, i in calls]
         return message
 
 

@@ -133,6 +133,19 @@ _MISTRAL = "MistralCommonBackend"
 """transformers' class for models with a `tekken.json`, which has no fast tokenizer: mistral_common makes its ids."""
 
 
+def find_other_token(own: Any, other: Any) -> str | None:
+    """How `other` differs from a tokenizer, at the first token that has another id there, or none; None if nowhere.
+
+    Further tokens of `other` are no difference: compare both ways if they must have the same ones.
+    """
+    ids = other.get_vocab()
+    for token, token_id in sorted(own.get_vocab().items(), key=lambda each: each[1]):
+        if ids.get(token) != token_id:
+            found = f"the id {ids[token]}" if token in ids else "no id"
+            return f"{found} for the token {token!r}, which is {token_id}"
+    return None
+
+
 def _convert_tekken(tokenizer: Any) -> Any:
     """The fast tokenizer of one of mistral_common; any other is returned as it is.
 

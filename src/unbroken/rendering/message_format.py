@@ -21,11 +21,11 @@ from unbroken.messages import (
     IMAGE_TYPES,
     REASONING_KEYS,
     Message,
-    ToolCall,
     ToolSchema,
     get_reasoning,
     get_text,
     has_images,
+    make_call,
 )
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.tokenizer import AddedTokens
@@ -134,11 +134,6 @@ def find_message_format(template: ChatTemplate) -> MessageFormat:
     return MessageFormat(wants_parts=wants_parts, arguments=arguments, reasoning_key=next(keys, None))
 
 
-def probe_call(name: str, call_id: str, arguments: dict[str, Any] | str) -> ToolCall:
-    """Build a tool call for a probe."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def _find_argument_format(template: ChatTemplate, wants_parts: bool) -> ArgumentFormat:
     as_object = _render_probe(template, _make_turn("", {"value": PROBE_ARGUMENT, "flag": True}), wants_parts)
     as_string = _render_probe(template, _make_turn("", json.dumps({"value": PROBE_ARGUMENT})), wants_parts)
@@ -163,7 +158,7 @@ def _renders_reasoning(template: ChatTemplate, key: str, wants_parts: bool, argu
 def _make_turn(content: str, arguments: Any = None) -> ProbeMessage:
     message: ProbeMessage = {"role": "assistant", "content": content}
     if arguments is not None:
-        message["tool_calls"] = [probe_call(PROBE_NAMES[0], "callprob1", arguments)]
+        message["tool_calls"] = [make_call("callprob1", PROBE_NAMES[0], arguments)]
     return message
 
 

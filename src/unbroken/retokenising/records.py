@@ -148,7 +148,7 @@ def match_turns(rows: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, 
 
 def _count_ids(turn: Mapping[str, Any]) -> int:
     """The ids of a turn's completion, with those that were given inside it."""
-    number: int = turn["num_sampled"] + turn.get("num_forced", 0)
+    number: int = turn["num_sampled"] + turn.get("num_given", 0)
     return number
 
 

@@ -73,7 +73,7 @@ class Limits:
     """Sampled ids of one turn after which reasoning that is still open is closed by the template's own end of it, and
     the turn goes on; None: never. Set it where reasoning leaves no room for answers (`counters/truncations`).
 
-    The ids that close it are given: without loss, counted as `rollout/forced_ids`. Not for agents."""
+    The ids that close it are given: without loss, counted as `rollout/given_ids`. Not for agents."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens"):

@@ -36,6 +36,9 @@ from unbroken.runs.evaluation.schedule import make_evaluators
 from unbroken.runs.folder import (
     COMPRESSED,
     DATA_FILES,
+    LOCK_FILE,
+    RECIPE_FILE,
+    RECIPE_PART,
     TASK_FILE,
     TRACEBACK,
     claim_folder,
@@ -173,7 +176,7 @@ def _digest_weights(folder: Path) -> str:
 def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The report of an evaluation, new or with the models that are done; raises if the folder holds something else."""
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "settings": settings}
-    begun = ("run.lock", "recipe.json", "recipe.json.part", f".{REPORT}.part", TRACEBACK, TASK_FILE, PROCESS_FILE)
+    begun = (LOCK_FILE, RECIPE_FILE, RECIPE_PART, f".{REPORT}.part", TRACEBACK, TASK_FILE, PROCESS_FILE)
     if all((each.is_dir() and each.name != REPORT) or each.name in begun for each in output.rglob("*")):
         return {**report, "models": [], "differences": []}
     try:

@@ -26,9 +26,9 @@ from unbroken.runs.process_file import PROCESS_FILE
 from unbroken.runs.records.notes import NOTES_FILE
 from unbroken.untrusted import MAX_FACTS_BYTES, open_inside, read_json_file
 
-_FILE = "recipe.json"
-_PART = "recipe.json.part"
-_LOCK = "run.lock"
+RECIPE_FILE = "recipe.json"
+RECIPE_PART = f"{RECIPE_FILE}.part"
+LOCK_FILE = "run.lock"
 _EVALUATIONS = "evaluation.jsonl"
 _MAX_DIFFERENCES = 4
 """Besides the first; of a run with other settings altogether, all would be a page."""
@@ -51,8 +51,9 @@ _FILES_OF_A_RUN = (
 )
 """What an earlier run of a recipe left."""
 _BEFORE_A_STEP = frozenset(
-    {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", "evaluations", _EVALUATIONS}
-    | {_CLUSTER, "sessions", "agents", "samplers", FOLLOWER, TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE, NOTES_FILE}
+    {RECIPE_FILE, RECIPE_PART, LOCK_FILE, "metrics", "server.log", "weights", "timeline", "rollouts", "evaluations"}
+    | {_EVALUATIONS, _CLUSTER, "sessions", "agents", "samplers", FOLLOWER, TRACEBACK, PROCESS_FILE, DIAGNOSIS_FILE}
+    | {NOTES_FILE}
 )
 _MAY_CHANGE = (
     "output",
@@ -117,7 +118,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         InvalidInputError: another run writes into the folder, or it cannot be written.
     """
-    path = folder / _LOCK
+    path = folder / LOCK_FILE
     descriptor = _open_locked(path)
     held = [descriptor]
     os.register_at_fork(after_in_child=lambda: _close(held))
@@ -152,7 +153,7 @@ def claim_folder(
         InvalidInputError: the folder holds the run of another recipe or config or with other contents of its files, or
             other files.
     """
-    path = folder / _FILE
+    path = folder / RECIPE_FILE
     new = _StoredRecipe(
         name=recipe, settings=settings, files=dict(files or {}), code=code and str(Path(code).absolute())
     )
@@ -185,7 +186,7 @@ def claim_folder(
 
 def read_recipe(folder: Path) -> _StoredRecipe:
     """Read what the folder of a run says of its recipe; raises `InvalidInputError` if it does not say it."""
-    path = folder / _FILE
+    path = folder / RECIPE_FILE
     try:
         contents = read_json_file(path, max_bytes=MAX_FACTS_BYTES, is_finite=False)
         return _StoredRecipe(
@@ -203,7 +204,7 @@ def read_recipe(folder: Path) -> _StoredRecipe:
 def find_state(folder: Path) -> str:
     """Of a run: `ended`, `running`, or `died`: its process, which the lock's file names, is no more. Locks nothing."""
     try:
-        with open_inside(folder, _LOCK) as lock:
+        with open_inside(folder, LOCK_FILE) as lock:
             words = lock.read(_MAX_LOCK_BYTES).decode("utf-8", "replace").split()
     except OSError:
         return "ended"
@@ -255,7 +256,7 @@ def _check_same_files(
             raise InvalidInputError(
                 f"{each} must be {before[each]!r} as in the run in {folder}, got {files[each]!r}: a run continues with "
                 f"the files that it began with. Give that one, or another {option}; to go on with this one on purpose, "
-                f"write null in its place in {folder / _FILE}; rows to train on must stay the same"
+                f"write null in its place in {folder / RECIPE_FILE}; rows to train on must stay the same"
             )
 
 
@@ -324,10 +325,10 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _check_no_other_files(folder: Path) -> None:
-    if not folder.is_dir() or (folder / _FILE).exists():
+    if not folder.is_dir() or (folder / RECIPE_FILE).exists():
         return
     if any(
-        each.name not in (_PART, _LOCK, _CLUSTER, "timeline", TRACEBACK, TASK_FILE, PROCESS_FILE)
+        each.name not in (RECIPE_PART, LOCK_FILE, _CLUSTER, "timeline", TRACEBACK, TASK_FILE, PROCESS_FILE)
         for each in folder.iterdir()
     ):
         raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
@@ -369,7 +370,7 @@ def _not_writable(folder: Path, error: OSError) -> InvalidInputError:
 
 
 def _write(path: Path, stored: _StoredRecipe) -> None:
-    part = path.with_name(_PART)
+    part = path.with_name(RECIPE_PART)
     try:
         _make_folder(path.parent)
         with open_private(part, "wb") as file:

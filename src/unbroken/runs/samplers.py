@@ -226,7 +226,7 @@ def _locate_store(config: RunConfig, part: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOrder:
+class _GroupOrder:
     """What to sample."""
 
     problems: int
@@ -315,7 +315,7 @@ class SamplerProcesses:
     async def sample_group(self, sampler: Sampler, number: int, *, size: int) -> TrajectoryGroup:
         """Sample as `sampler` would in this process."""
         problems = next(k for k, each in enumerate(self._problems) if each is sampler.problems)
-        order = GroupOrder(problems=problems, number=number, size=size, seed=sampler.seed, sampling=sampler.sampling)
+        order = _GroupOrder(problems=problems, number=number, size=size, seed=sampler.seed, sampling=sampler.sampling)
         return await self._pool.sample(order, name=f"problem {number} of {_name_problems(problems)}")
 
     async def close(self) -> None:
@@ -353,7 +353,7 @@ class _Work:
         self._problems = opener.problems
         self._sampler = sampler
 
-    async def sample(self, order: GroupOrder) -> TrajectoryGroup:
+    async def sample(self, order: _GroupOrder) -> TrajectoryGroup:
         problems = self._problems[order.problems]
         sampler = replace(self._sampler, problems=problems, seed=order.seed, sampling=order.sampling)
         return await sampler.sample_group(order.number, size=order.size)

@@ -33,7 +33,7 @@ from unbroken.messages import check_conversation
 from unbroken.progress import begin
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.rendering.loader import load_tokenizer
+from unbroken.rendering.loader import find_other_token, load_tokenizer
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.config import ModelSettings, Precision, RunConfig, TeacherConfig, is_address, read_key
 from unbroken.runs.models import load_model, load_model_renderer, locate
@@ -129,14 +129,11 @@ def _check_base(adapter: Path, source: str | Path) -> None:
 
 def _check_tokenizer(model: str, tokenizer: Any) -> None:
     """Raise `InvalidInputError` unless each token of the policy's tokenizer has the same id in that of the model."""
-    other = load_tokenizer(model).get_vocab()
-    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda each: each[1]):
-        if other.get(token) != token_id:
-            found = "no id" if token not in other else f"the id {other[token]}"
-            raise InvalidInputError(
-                f"teacher.models must have the policy's tokenizer, and {model!r} has {found} for the token {token!r}, "
-                f"which is {token_id} in the policy's: it would score another text. Take a teacher of the same family"
-            )
+    if (difference := find_other_token(tokenizer, load_tokenizer(model))) is not None:
+        raise InvalidInputError(
+            f"teacher.models must have the policy's tokenizer, and {model!r} has {difference} in the policy's: it "
+            "would score another text. Take a teacher of the same family"
+        )
 
 
 def _make_render(config: RunConfig, source: str | Path) -> Callable[[Any], TokenIds]:

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
+from unbroken.reports import shorten
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.compare import compare_metrics, find_sampled
 from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig, is_address
 from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
 from unbroken.runs.export.files import INFO, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
-from unbroken.runs.folder import find_state, may_change, read_recipe
+from unbroken.runs.folder import RECIPE_FILE, find_state, may_change, read_recipe
 from unbroken.runs.models import find_revision
 from unbroken.runs.numerics import open_pair
 from unbroken.runs.processes import Rank
@@ -224,7 +225,7 @@ def _read_config(folder: Path) -> RunConfig:
     for name, value in again.items():
         if stored.settings.get(name) != value:
             raise InvalidInputError(
-                f"{name} must be read back from {folder / 'recipe.json'} as it is there, "
+                f"{name} must be read back from {folder / RECIPE_FILE} as it is there, "
                 f"{stored.settings.get(name)!r}, and is {value!r}: has the recipe's code changed?"
             )
     return config
@@ -615,7 +616,7 @@ def _compare_steps(recorded: RecordedStep, again: RecordedStep, scored: Set[str]
 def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any], is_scored: bool) -> Iterator[str]:
     sampled = [[turn.get("num_sampled") for turn in each["turns"]] for each in (record, again)]
     if sampled[0] != sampled[1]:
-        yield f": num_sampled of its turns is {_shorten(sampled[0])}, and computed again {_shorten(sampled[1])}"
+        yield f": num_sampled of its turns is {_quote(sampled[0])}, and computed again {_quote(sampled[1])}"
     if len(record["rows"]) != len(again["rows"]):
         yield f": it has {len(record['rows'])} rows, and computed again {len(again['rows'])}"
         return
@@ -647,9 +648,8 @@ def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any], *, is_scored
     left_out = () if is_scored else tuple(name for name in _OF_SCORED_ROW if row.get(name, _MISSING) is None)
     for name in _OF_ROW + _OF_SCORED_ROW:
         if name not in left_out and (value := row.get(name, _MISSING)) != again[name]:
-            yield f"{name} is {_shorten(value)}, and computed again {_shorten(again[name])}"
+            yield f"{name} is {_quote(value)}, and computed again {_quote(again[name])}"
 
 
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]} ... {text[-15:]}"
+def _quote(value: Any) -> str:
+    return shorten(repr(value), 80, num_last=15)

@@ -36,7 +36,7 @@ from unbroken.types import (
 )
 
 
-class ConversationFields(Protocol):
+class _ConversationFields(Protocol):
     """What the bodies of these dialects have in common. Each names its own fields in errors."""
 
     model: str | None
@@ -75,7 +75,7 @@ class ConversationFields(Protocol):
 async def make_question(
     context: ServerContext,
     request: Request,
-    body: ConversationFields,
+    body: _ConversationFields,
     conversation: ConversationBuilder,
     *,
     format_name: str,
@@ -122,7 +122,7 @@ async def make_question(
     )
 
 
-def _read_thinking_budget(body: ConversationFields, request: Request) -> ThinkingBudget | None:
+def _read_thinking_budget(body: _ConversationFields, request: Request) -> ThinkingBudget | None:
     """The budget of a body; it is ignored where it cannot be kept, as other fields."""
     if (budget := body.thinking_budget) is None:
         return None

@@ -197,7 +197,7 @@ class TurnOpener(Protocol):
         ...
 
 
-class EventFormatter(Protocol):
+class _EventFormatter(Protocol):
     """Formats the events of one streamed completion."""
 
     @property
@@ -211,7 +211,7 @@ class EventFormatter(Protocol):
 
 
 async def stream_events(
-    turn: OpenTurn, formatters: Sequence[EventFormatter]
+    turn: OpenTurn, formatters: Sequence[_EventFormatter]
 ) -> AsyncGenerator[Sequence[dict[str, Any]]]:
     """Yield the events of a turn as it is sampled; `formatters` has one for each of its completions.
 

@@ -179,18 +179,18 @@ def estimate_memory(
     )
     free = device_bytes - replace(estimate, engine=0).total
     size = num_ids or config.tokens_per_micro_batch or _choose_size(sizes, config, layout, free)
-    return replace(estimate, of_pass=int(count_pass_bytes(sizes, config, layout, size)), num_ids=size)
+    return replace(estimate, of_pass=int(_count_pass_bytes(sizes, config, layout, size)), num_ids=size)
 
 
 def _choose_size(sizes: ModelSizes, config: TrainerConfig, layout: Layout, free: float) -> int:
     size = MAX_COMPILED_PASS_IDS if config.compile else MAX_PASS_IDS
     size = size // 2 if sizes.hidden_size >= WIDE else size
-    while size > MIN_PASS_IDS and count_pass_bytes(sizes, config, layout, size) > USABLE_SHARE * free:
+    while size > MIN_PASS_IDS and _count_pass_bytes(sizes, config, layout, size) > USABLE_SHARE * free:
         size //= 2
     return size
 
 
-def count_pass_bytes(sizes: ModelSizes, config: TrainerConfig, layout: Layout, num_ids: int) -> float:
+def _count_pass_bytes(sizes: ModelSizes, config: TrainerConfig, layout: Layout, num_ids: int) -> float:
     """What a pass of so many ids needs beside weights, gradients and averages, in a process with its part of them."""
     D, Q, K, F = sizes.hidden_size, sizes.queries, sizes.keys, sizes.mlp
     rank, num_ids = layout.lora_rank, math.ceil(num_ids / layout.sequence)

@@ -30,7 +30,7 @@ _SCRIPTS = ("common.js", "streams.js", "grid.js", "charts.js")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownToken:
+class _ShownToken:
     """An id in a grid of a page."""
 
     token_id: int
@@ -45,8 +45,8 @@ class ShownToken:
 class SideBySide:
     """A conversation as the ids that we train on, and as those of the usual pipeline."""
 
-    exact: tuple[ShownToken, ...]
-    retokenised: tuple[ShownToken, ...]
+    exact: tuple[_ShownToken, ...]
+    retokenised: tuple[_ShownToken, ...]
 
 
 def show_side_by_side(
@@ -67,11 +67,11 @@ def show_side_by_side(
     usual_origins += found.origins[position:]
     return SideBySide(
         exact=tuple(
-            ShownToken(token_id=i, text=get_text(i), origin=origin, is_changed=is_changed, note=(notes or {}).get(k))
+            _ShownToken(token_id=i, text=get_text(i), origin=origin, is_changed=is_changed, note=(notes or {}).get(k))
             for k, (i, origin, is_changed) in enumerate(zip(ids, found.origins, changed, strict=True))
         ),
         retokenised=tuple(
-            ShownToken(token_id=i, text=get_text(i), origin=origin, is_changed=is_changed)
+            _ShownToken(token_id=i, text=get_text(i), origin=origin, is_changed=is_changed)
             for i, origin, is_changed in zip(usual, usual_origins, usual_changed, strict=True)
         ),
     )

@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, ASSETS[path], read_asset(path))
             elif path.startswith("images/"):
                 data = self.server.resources.get_image(path.removeprefix("images/"))
-                self._send(200, find_image_type(data), data)
+                self._send(200, _find_image_type(data), data)
             elif path.startswith("api/"):
                 self._send_json(200, self.server.resources.get(path.removeprefix("api/")))
             else:
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: a request's line has the secret."""
 
 
-def find_image_type(data: bytes) -> str:
+def _find_image_type(data: bytes) -> str:
     """The type of an image file by its first bytes; no type that a browser would run."""
     return next((kind for start, kind in _IMAGE_TYPES.items() if data.startswith(start)), "application/octet-stream")
 

@@ -55,7 +55,7 @@ def test_trainer_and_sampler_agree_on_all_ids_around_those_that_were_given(run):
     for step in metrics:
         assert step["mismatch/k3"] <= 1e-10
         assert step["rollout/closed_turns"] > 0.5
-        assert step["rollout/forced_ids"] > 0
+        assert step["rollout/given_ids"] > 0
         assert step["counters/closings/thinking"] == step["rollout/closed_turns"] * step["rollout/num_trajectories"]
         assert step["train/num_loss_tokens"] == step["rollout/num_sampled_tokens"]
 
@@ -69,11 +69,11 @@ def test_no_row_trains_a_given_id_and_the_record_says_which_they_are(run):
         assert len(row["rollout_logprobs"]) == len(sampled) == turn["num_sampled"]
         assert row["trainer_logprobs"] is None or len(row["trainer_logprobs"]) == len(sampled)
         first = row["segments"][0]["stop"]
-        if turn["num_forced"]:
+        if turn["num_given"]:
             closed += 1
             assert turn["num_sampled"] <= 12
             assert row["policy_versions"][0][:2] == [first, first + N]
-            assert row["policy_versions"][1][0] == first + N + turn["num_forced"]
+            assert row["policy_versions"][1][0] == first + N + turn["num_given"]
         else:
             assert sampled == list(range(first, len(row["token_ids"])))
     assert closed
@@ -85,7 +85,7 @@ def test_a_recorded_step_gives_the_groups_again(run):
     members = [member for group in step.make_groups() for member in group.trajectories]
     for member, record in zip(members, step.records, strict=True):
         (turn,) = member.turns
-        assert len(turn.sequence.completion_ids) - turn.sequence.num_sampled == record["turns"][0]["num_forced"]
+        assert len(turn.sequence.completion_ids) - turn.sequence.num_sampled == record["turns"][0]["num_given"]
         (row,) = record["rows"]
         logprobs = turn.sequence.rollout_logprobs[turn.sequence.sampled_mask]
         assert np.array_equal(logprobs, np.float32(row["rollout_logprobs"]))
@@ -100,12 +100,12 @@ def test_an_export_has_the_given_ids_outside_both_masks(run, tmp_path):
     path = tmp_path / "rows.jsonl"
     assert main(["export", str(run), str(path)]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert any(row["num_forced"] != [0] for row in rows)
+    assert any(row["num_given"] != [0] for row in rows)
     for row in rows:
         assert row["loss_mask"] == row["sampled_mask"] == [each is not None for each in row["rollout_logprobs"]]
-        (num_forced,) = row["num_forced"]
+        (num_given,) = row["num_given"]
         first = row["sampled_mask"].index(True)
-        assert row["sampled_mask"][first:].count(False) == num_forced
+        assert row["sampled_mask"][first:].count(False) == num_given
 
 
 def test_a_template_without_reasoning_is_refused_before_anything_is_sampled(tmp_path, capsys):

@@ -17,7 +17,6 @@ from unbroken.training.memory import (
     GIB,
     Layout,
     ModelSizes,
-    count_pass_bytes,
     describe_shortage,
     estimate_memory,
     fits_beside_engine,
@@ -81,21 +80,23 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(name, config, layou
 
 
 def test_an_id_of_a_4b_model_needs_what_was_measured():
-    few, many = (count_pass_bytes(sizes_of("Qwen3-4B"), PLAIN, WHOLE, number) for number in (1_000, 2_000))
-    assert (many - few) / 1_000 / 2**20 == pytest.approx(5.69, rel=0.02)
+    few, many = (
+        estimate_memory(sizes_of("Qwen3-4B"), PLAIN, WHOLE, device_bytes=H200, num_ids=number)
+        for number in (1_000, 2_000)
+    )
+    assert (many.of_pass - few.of_pass) / 1_000 / 2**20 == pytest.approx(5.69, rel=0.02)
 
 
 def test_processes_that_share_the_ids_of_rows_need_a_part_of_a_pass_and_all_of_the_rest():
     sizes, number = sizes_of("Qwen3-8B"), 65_536
 
-    def estimate(sequence):
+    def estimate(sequence, num_ids=number):
         layout = replace(LORA, sequence=sequence)
-        return estimate_memory(sizes, PLAIN, layout, device_bytes=H200, num_ids=number)
+        return estimate_memory(sizes, PLAIN, layout, device_bytes=H200, num_ids=num_ids)
 
     def of_id(sequence):
         """Bytes of an id of the whole pass; of logits there are as many as before."""
-        layout = replace(LORA, sequence=sequence)
-        return count_pass_bytes(sizes, PLAIN, layout, 2 * number) - count_pass_bytes(sizes, PLAIN, layout, number)
+        return estimate(sequence, 2 * number).of_pass - estimate(sequence).of_pass
 
     alone, two = estimate(1), estimate(2)
     assert replace(two, of_pass=0) == replace(alone, of_pass=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import re
@@ -16,7 +17,7 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.viewer.assets import ASSETS, read_asset
 from unbroken.viewer.resources import Resources, open_runs
-from unbroken.viewer.server import ViewerServer, export_page, find_image_type
+from unbroken.viewer.server import ViewerServer, export_page
 from unbroken.viewer.sources.runs import RunReader
 
 
@@ -204,9 +205,14 @@ def test_a_port_in_use_is_an_error(server, tmp_path):
         ViewerServer(open_runs([tmp_path]), port=80000)
 
 
-def test_images_have_the_types_of_pictures_only():
-    assert find_image_type(b"\x89PNG\r\n") == "image/png"
-    assert find_image_type(b"<svg onload=alert(1)>") == "application/octet-stream"
+def test_images_have_the_types_of_pictures_only(server, tmp_path):
+    folder = next(tmp_path.rglob("rollouts")) / "images"
+    folder.mkdir(exist_ok=True)
+    for data, kind in ((b"\x89PNG\r\n", "image/png"), (b"<svg onload=alert(1)>", "application/octet-stream")):
+        name = hashlib.sha256(data).hexdigest()
+        (folder / name).write_bytes(data)
+        status, headers, found = get(server, f"/{server.secret}/images/run/0/image/{name}")
+        assert (status, headers["Content-Type"], found) == (200, kind, data)
 
 
 def test_scripts_put_no_text_in_as_html():

@@ -25,6 +25,7 @@ from unbroken.audit.subject import Subject
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Bridge, Closing, HistoryEffect, Refusal, RefusalReason
 from unbroken.rendering.facts import AddedTokens, TokenMatch, TurnEnds
+from unbroken.reports import shorten
 from unbroken.types import token_ids
 
 _NUM_EXAMPLES = 3
@@ -160,7 +161,7 @@ def _find_fault(subject: Subject, bridge: Bridge, turn: str, full: str, end_in_f
     """What is wrong with a bridge after a turn that ends there in the whole text; "" if nothing is."""
     fault = _find_text_fault(subject, bridge, full[end_in_full:]) or _find_id_fault(subject, bridge, full)
     if not fault and full.startswith(turn) and full != turn + subject.decode(bridge.bridge_ids.tolist()):
-        fault = f"prompt, turn and bridge are not the whole text, which ends with {_shorten(full)}"
+        fault = f"prompt, turn and bridge are not the whole text, which ends with {_quote(full)}"
     return fault
 
 
@@ -208,7 +209,7 @@ def _find_text_fault(subject: Subject, bridge: Bridge, expected: str) -> str:
     written = subject.decode(bridge.bridge_ids.tolist())
     if bridge.closing is not Closing.NONE or bridge.num_taken_back:
         return f"the turn was whole, and the bridge closes it ({bridge.closing}, {bridge.num_taken_back} taken back)"
-    return "" if written == expected else f"the template writes {_shorten(expected)}, the bridge {_shorten(written)}"
+    return "" if written == expected else f"the template writes {_quote(expected)}, the bridge {_quote(written)}"
 
 
 def _find_id_fault(subject: Subject, bridge: Bridge, full: str) -> str:
@@ -217,5 +218,5 @@ def _find_id_fault(subject: Subject, bridge: Bridge, full: str) -> str:
     return "" if encoded[len(encoded) - len(ids) :] == ids else "the text is right but its ids are not the tokenizer's"
 
 
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= 160 else f"{text[:80]} .. {text[-80:]}")
+def _quote(text: str) -> str:
+    return repr(shorten(text, 160, num_last=79))

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from unbroken.audit.checks.template import find_json_style
 from unbroken.audit.checks.turns import make_completion
-from unbroken.audit.conversations import TOOLS, make_call
+from unbroken.audit.conversations import TOOLS
 from unbroken.audit.report import ShownConversation
 from unbroken.audit.subject import Subject
 from unbroken.errors import UnbrokenError
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, make_call
 from unbroken.rendering.base import TEMPLATE, Refusal
 from unbroken.retokenising.changes import IdOrigin
 from unbroken.retokenising.comparison import SampledTurn, retokenise
@@ -113,7 +113,7 @@ def _sample_call(subject: Subject, path: _Trajectory) -> list[int] | None:
     turn: Message = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [make_call("search", _CALL_ID, dict(_ARGUMENTS))],
+        "tool_calls": [make_call(_CALL_ID, "search", _ARGUMENTS)],
     }
     sampled = make_completion(subject, path.messages, turn, tools=path.tools, next_role="tool")
     if sampled is None:

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.conversations import TOOL_NAMES, TOOLS, ConversationMaker, make_call
+from unbroken.audit.conversations import TOOL_NAMES, TOOLS, ConversationMaker
 from unbroken.audit.report import (
     LIMITS,
     PARALLEL_LIMITS,
@@ -29,7 +29,7 @@ from unbroken.audit.report import (
 )
 from unbroken.audit.subject import Subject
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import Message
+from unbroken.messages import Message, make_call
 from unbroken.rendering.base import HistoryEffect, Refusal
 from unbroken.rendering.effects import shows_tools
 from unbroken.retokenising.changes import align
@@ -134,7 +134,7 @@ def _check_turns_of_calls(subject: Subject, user: Message) -> Iterator[Trait]:
 
 
 def _make_turn_of_calls(num: int) -> Message:
-    calls = [make_call(TOOL_NAMES[k], f"callzqe{k}z", {"value": f"Zq8Argument{k}"}) for k in range(num)]
+    calls = [make_call(f"callzqe{k}z", TOOL_NAMES[k], {"value": f"Zq8Argument{k}"}) for k in range(num)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -202,7 +202,7 @@ def _check_spelling(subject: Subject, style: JsonStyle, name: str, sampled: str)
 
 
 def _render(subject: Subject, value: dict[str, Any]) -> str:
-    turn: Message = {"role": "assistant", "content": "", "tool_calls": [make_call("search", "callzqe0z", value)]}
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [make_call("callzqe0z", "search", value)]}
     return subject.render_text([{"role": "user", "content": "hi"}, turn], tools=TOOLS) or ""
 
 
@@ -327,6 +327,6 @@ def _make_messages(role: str, tokens: list[str]) -> list[Message]:
         return [{"role": "user", "content": content}]
     return [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [make_call("search", "callzqe0z", {"query": "x"})]},
+        {"role": "assistant", "content": "", "tool_calls": [make_call("callzqe0z", "search", {"query": "x"})]},
         {"role": "tool", "content": content, "name": "search", "tool_call_id": "callzqe0z"},
     ]

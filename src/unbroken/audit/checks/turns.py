@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from unbroken.audit.conversations import TOOLS, AuditConversation, ConversationMaker, Following, Situation, make_call
+from unbroken.audit.conversations import TOOLS, AuditConversation, ConversationMaker, Following, Situation
 from unbroken.audit.report import BoundaryFinding, ClosedTurn, RoundTripFinding, TurnEndFinding
 from unbroken.audit.subject import Subject
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, make_call
 from unbroken.rendering.base import Bridge, BridgeOutcome, ParsedResponse, Refusal, ToolCallStatus
 from unbroken.rendering.facts import TemplateFacts, TurnEnds
 from unbroken.retokenising.changes import align
@@ -114,7 +114,7 @@ def _find_header(subject: Subject, ends: TurnEnds, tools: Sequence[ToolSchema], 
     turn: Message = {"role": "assistant", "content": "" if next_role == "tool" else _SAID}
     following: Message = {"role": next_role, "content": _NEXT}
     if next_role == "tool":
-        turn["tool_calls"] = [make_call("search", _CALL_ID, {"query": _SAID})]
+        turn["tool_calls"] = [make_call(_CALL_ID, "search", {"query": _SAID})]
         following |= {"tool_call_id": _CALL_ID, "name": "search"}
     messages: list[Message] = [{"role": "user", "content": "hi"}, turn, following]
     text = subject.render_text(messages, tools=tools, add_generation_prompt=True) or ""

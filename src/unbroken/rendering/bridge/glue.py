@@ -222,7 +222,7 @@ class GlueFinder:
 
         None if there is no such conversation: then nothing less than the real one shows where its glue begins.
         """
-        short = _shorten(before)
+        short = _leave_out_middle(before)
         if known is None or short is None:
             return None
         prompt = self._effects.cut_opening(known.text, real)
@@ -518,7 +518,7 @@ def _moved_error() -> BridgeRefusedError:
     )
 
 
-def _shorten(before: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def _leave_out_middle(before: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The messages up to the first of a user, and from the last turn on; None if these are not much fewer."""
     first = next((k for k, message in enumerate(before) if message["role"] == "user"), len(before))
     turn = next((k for k in reversed(range(len(before))) if before[k]["role"] == "assistant"), 0)

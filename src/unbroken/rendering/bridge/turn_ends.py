@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import TemplateError
+from unbroken.messages import make_call
 from unbroken.rendering.base import Refusal, RefusalReason
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.tokenizer import AddedTokens
@@ -47,7 +48,6 @@ from unbroken.rendering.message_format import (
     PROBE_TOOLS,
     PROBE_USER,
     MessageFormat,
-    probe_call,
 )
 
 
@@ -357,7 +357,7 @@ def _build_turn(*, reasons: bool = False, has_text: bool = False, num_calls: int
         turn["reasoning_content"] = PROBE_REASONING
     if num_calls:
         turn["tool_calls"] = [
-            probe_call(PROBE_NAMES[k], f"callprob{k}", {"value": f"{PROBE_ARGUMENT}{k}"}) for k in range(num_calls)
+            make_call(f"callprob{k}", PROBE_NAMES[k], {"value": f"{PROBE_ARGUMENT}{k}"}) for k in range(num_calls)
         ]
     return turn
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, make_call
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
@@ -30,7 +30,6 @@ from unbroken.rendering.message_format import (
     PROBE_USER,
     MessageFormat,
     ReasoningDelimiters,
-    probe_call,
 )
 from unbroken.rendering.parsing.parser import FormatParser, ResponseParser
 
@@ -362,9 +361,7 @@ def _render_calls(
     template: ChatTemplate, message_format: MessageFormat, number: int, turn_ends: Collection[str]
 ) -> str | None:
     """The text of a turn with this many calls, from the first of them to the turn's end; None if it is not clear."""
-    calls = [
-        probe_call(name, _CALL_IDS[k], dict(arguments)) for k, (name, arguments) in enumerate(_PROBE_CALLS[:number])
-    ]
+    calls = [make_call(_CALL_IDS[k], name, arguments) for k, (name, arguments) in enumerate(_PROBE_CALLS[:number])]
     for content in (PROBE_CONTENT, ""):
         user: Message = {"role": "user", "content": PROBE_USER}
         turn: Message = {"role": "assistant", "content": content, "tool_calls": calls}

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, make_call
 from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.tokenizer import AddedTokens
@@ -36,7 +36,6 @@ from unbroken.rendering.message_format import (
     PROBE_USER,
     MessageFormat,
     ReasoningDelimiters,
-    probe_call,
 )
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.formats import FORMATS, get_format
@@ -379,7 +378,7 @@ def _make_turns(call_id: str, with_reasoning: bool) -> Iterator[tuple[Message, b
 
 def _make_turn(call_id: str, content: str, calls: dict[str, dict[str, Any]]) -> Message:
     tool_calls = [
-        probe_call(name, call_id.format(k, name=name), arguments) for k, (name, arguments) in enumerate(calls.items())
+        make_call(call_id.format(k, name=name), name, arguments) for k, (name, arguments) in enumerate(calls.items())
     ]
     return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 

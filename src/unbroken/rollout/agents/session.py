@@ -131,7 +131,7 @@ class AgentTask:
     """For rewards that compare the attempts with each other: called once, after the last of them."""
 
 
-class TaskRows(Protocol):
+class _TaskRows(Protocol):
     """The rows of an environment for training or for evaluation."""
 
     @property
@@ -149,7 +149,7 @@ class TaskRows(Protocol):
 class TaskEnvironment(Protocol):
     """An environment of another package."""
 
-    def rows(self, *, evaluation: bool) -> TaskRows:
+    def rows(self, *, evaluation: bool) -> _TaskRows:
         """Its rows; raises `InvalidInputError` if there are none."""
         ...
 

@@ -23,7 +23,7 @@ from unbroken.runs.diagnosis.evidence import (
     read_temperature,
 )
 from unbroken.runs.diagnosis.rules import Finding, diagnose
-from unbroken.runs.folder import DIAGNOSIS_FILE
+from unbroken.runs.folder import DIAGNOSIS_FILE, RECIPE_FILE
 
 if TYPE_CHECKING:
     from unbroken.rollout.trajectory import TrajectoryGroup
@@ -108,9 +108,9 @@ def diagnose_folder(folder: Path) -> tuple[Evidence, list[Finding]]:
     """
     evidence = read_evidence(folder)
     is_known = evidence.num_steps or evidence.notes or evidence.ending.status != "unknown"
-    if not is_known and read_object(folder, "recipe.json") is None:
+    if not is_known and read_object(folder, RECIPE_FILE) is None:
         raise InvalidInputError(
-            f"RUN must be the output folder of a run or an evaluation, got {folder}: it has no recipe.json, no "
+            f"RUN must be the output folder of a run or an evaluation, got {folder}: it has no {RECIPE_FILE}, no "
             "metrics and no rollouts"
         )
     return evidence, diagnose(evidence)

@@ -20,7 +20,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import is_running
-from unbroken.runs.folder import find_state
+from unbroken.runs.folder import RECIPE_FILE, find_state
 from unbroken.runs.process_file import PROCESS_FILE, count_memory_kills, read_boot
 from unbroken.runs.records.files import FOLDER, find_conversation, find_expected, find_records, join_texts, read_records
 from unbroken.untrusted import open_inside, read_json
@@ -37,7 +37,8 @@ _SUPERVISED = "supervised/learning_rate"
 """Only the steps of a warm start have it."""
 _MAX_RECORDS = 2000
 """Of an evaluation."""
-_MAX_BYTES, _MAX_LINE_BYTES, _MAX_SMALL_BYTES = 512 << 20, 1 << 20, 1 << 20
+_MAX_BYTES, _MAX_LINE_BYTES, _MAX_OBJECT_BYTES = 512 << 20, 1 << 20, 10 << 20
+_MAX_PROBLEMS = 20
 _MAX_TEXT = 200
 _FAILED_CALL = "Error: "
 """How a tool's answer begins if the tool failed (`rollout.tools`)."""
@@ -208,25 +209,16 @@ def read_evidence(folder: Path) -> Evidence:
 
 def read_steps(folder: Path) -> list[Numbers]:
     """The metrics of a run's steps, in order; a step that stands there twice counts as it was the last time."""
-    try:
-        with open_inside(folder, *METRICS) as file:
-            data = file.read(_MAX_BYTES)
-    except OSError:
-        return []
     steps: dict[int, Numbers] = {}
-    for line in data.split(b"\n")[:-1]:  # one without its end is being written, or was when the run was killed
-        try:
-            value = read_json(line, max_bytes=_MAX_LINE_BYTES)
-        except InvalidInputError:
-            continue
-        if isinstance(value, dict) and type(step := value.get("step")) is int:
-            steps[step] = {name: _read_number(each) for name, each in value.items()}
+    for line in read_objects(folder, *METRICS)[0]:
+        if type(step := line.get("step")) is int:
+            steps[step] = {name: _read_number(each) for name, each in line.items()}
     return [steps[step] for step in sorted(steps)]
 
 
 def read_temperature(folder: Path) -> float | None:
     """At which temperature a run samples, by the settings in its folder; None if they do not say it."""
-    settings = (read_object(folder, "recipe.json") or {}).get("settings")
+    settings = (read_object(folder, RECIPE_FILE) or {}).get("settings")
     return _read_number(settings.get("rollouts.sampling.temperature")) if isinstance(settings, dict) else None
 
 
@@ -272,12 +264,42 @@ def read_ending(folder: Path) -> Ending:
     return Ending(status="died", num_memory_kills=num_kills)
 
 
-def read_object(folder: Path, name: str) -> dict[str, Any] | None:
-    """Read a small file of a JSON object in a folder; None if it is missing or damaged."""
+def read_object(folder: Path, *parts: str) -> dict[str, Any] | None:
+    """Read a file of one JSON object in a folder; None if it is missing or damaged."""
     try:
-        with open_inside(folder, name) as file:
-            value = read_json(file.read(_MAX_SMALL_BYTES + 1), max_bytes=_MAX_SMALL_BYTES)
-    except (OSError, InvalidInputError):
+        with open_inside(folder, *parts) as file:
+            return _parse_object(file.read(_MAX_OBJECT_BYTES + 1), max_bytes=_MAX_OBJECT_BYTES)
+    except OSError:
+        return None
+
+
+def read_objects(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The objects of a file of JSON lines in a folder, in order, and what is wrong with the first of its other lines.
+
+    A last line without its end is being written, or was when the run was killed: it is left out.
+    """
+    name = parts[-1]
+    try:
+        with open_inside(folder, *parts) as file:
+            data = file.read(_MAX_BYTES)
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [f"{name} cannot be read: {error.strerror or error}"]
+    objects: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        if (found := _parse_object(line, max_bytes=_MAX_LINE_BYTES)) is not None:
+            objects.append(found)
+        elif len(problems) < _MAX_PROBLEMS:
+            problems.append(f"line {number} of {name} is not a JSON object, and is left out")
+    return objects, problems
+
+
+def _parse_object(data: bytes, *, max_bytes: int) -> dict[str, Any] | None:
+    try:
+        value = read_json(data, max_bytes=max_bytes)
+    except InvalidInputError:
         return None
     return value if isinstance(value, dict) else None
 

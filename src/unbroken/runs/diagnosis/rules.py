@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
 
+from unbroken.reports import shorten
 from unbroken.runs.diagnosis.evidence import Evidence, Numbers, RolloutNote
 
 DOCS = "docs/troubleshooting.md"
@@ -135,7 +136,7 @@ def _show_pair(notes: Sequence[RolloutNote]) -> str:
     note = next((each for each in notes if each.expected is not None and each.error is None), None)
     if note is None:
         return ""
-    after = "" if note.call is None else f", after the call {_shorten(note.call, most=_MAX_QUOTE)}"
+    after = "" if note.call is None else f", after the call {_put_on_one_line(note.call, most=_MAX_QUOTE)}"
     return f"; for example, {_quote(note.expected or '')} was expected and {_quote(note.given)} given{after}"
 
 
@@ -144,14 +145,14 @@ def _show_failed_call(notes: Sequence[RolloutNote]) -> str:
     note = next((each for each in notes if each.tool_answer is not None), None)
     if note is None:
         return ""
-    call = "" if note.call is None else f"for example, of {_shorten(note.call, most=_MAX_QUOTE)} "
+    call = "" if note.call is None else f"for example, of {_put_on_one_line(note.call, most=_MAX_QUOTE)} "
     return f"; {call}the policy gets {_quote(note.tool_answer or '')}"
 
 
 def _show_unread_call(notes: Sequence[RolloutNote]) -> str:
     """The beginning of one call that could not be read."""
     call = next((each.unread_call for each in notes if each.unread_call is not None), None)
-    return "" if call is None else f"; one is {_shorten(call, most=2 * _MAX_QUOTE)!r}"
+    return "" if call is None else f"; one is {_put_on_one_line(call, most=2 * _MAX_QUOTE)!r}"
 
 
 def _find_equal(evidence: Evidence) -> tuple[Sequence[Numbers], float] | None:
@@ -541,7 +542,7 @@ def _find_not_finite(evidence: Evidence) -> str | None:
     words = ("norm is nan", "norm is inf", " is nan", " is inf", "not finite", "non-finite", "nan or inf")
     if not any(word in error.lower() for word in words):
         return None
-    return f"the run ended at a number that is not finite: {_shorten(error)}"
+    return f"the run ended at a number that is not finite: {_put_on_one_line(error)}"
 
 
 _PARTS = {
@@ -632,7 +633,7 @@ def _find_out_of_memory(evidence: Evidence) -> str | None:
     """The run ended for want of memory."""
     ending, newest = evidence.ending, evidence.newest
     if _is_memory_error(evidence):
-        return f"the run ran out of memory: {_shorten(ending.error)}"
+        return f"the run ran out of memory: {_put_on_one_line(ending.error)}"
     if ending.status != "died" or not (
         ending.num_memory_kills or _are_all([newest], "memory/available_share", lambda x: x < 0.1)
     ):
@@ -662,7 +663,7 @@ def _find_error(evidence: Evidence) -> str | None:
     """The run ended with an error."""
     if evidence.ending.status != "failed" or _is_memory_error(evidence) or _find_not_finite(evidence) is not None:
         return None
-    return f"the run ended with an error {_say_when(evidence)}: {_shorten(evidence.ending.error)}"
+    return f"the run ended with an error {_say_when(evidence)}: {_put_on_one_line(evidence.ending.error)}"
 
 
 def _say_when(evidence: Evidence) -> str:
@@ -671,9 +672,8 @@ def _say_when(evidence: Evidence) -> str:
     return f"after {evidence.num_steps} step{'' if evidence.num_steps == 1 else 's'}"
 
 
-def _shorten(error: str, *, most: int = 600) -> str:
-    line = " ".join(error.split())
-    return line if len(line) <= most else f"{line[:most]} ..."
+def _put_on_one_line(error: str, *, most: int = 600) -> str:
+    return shorten(" ".join(error.split()), most)
 
 
 RULES: tuple[_Rule, ...] = (

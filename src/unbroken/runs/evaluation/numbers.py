@@ -191,7 +191,7 @@ def _measure_passes(problems: Sequence[Sequence[Sample]], pass_reward: float) ->
     passed = [(len(samples), sum(each.passes(pass_reward) for each in samples)) for samples in problems]
     found: dict[str, Measure] = {}
     for k in _choose_ks(max((number for number, _ in passed), default=0)):
-        chances = [[pass_at_k(number, num, k)] if number >= k else [] for number, num in passed]
+        chances = [[_pass_at_k(number, num, k)] if number >= k else [] for number, num in passed]
         found[f"pass@{k}"] = Measure.of(chances, is_pass=True)
     return found
 
@@ -237,7 +237,7 @@ def _find_standard_error(of: Measure) -> float | None:
     return float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
 
 
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+def _pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """The chance that at least one of k samples passes, drawn without replacement from those that were made."""
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 

@@ -268,7 +268,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "branch": number,
         "num_turns": len(turns),
         "finish_reasons": [turn["finish_reason"] for turn in turns],
-        "num_forced": [turn.get("num_forced", 0) for turn in turns],
+        "num_given": [turn.get("num_given", 0) for turn in turns],
         "policies": [turn.get("policy") for turn in turns],
         "temperature": row.get("temperature"),
         "is_trained": row.get("is_trained"),
@@ -381,9 +381,9 @@ def _place(values: Sequence[float] | None, sampled: Sequence[bool]) -> list[floa
     return None if values is None else [next(rest) if is_sampled else None for is_sampled in sampled]
 
 
-def _find_answer(messages: Sequence[Mapping[str, Any]], num_given: int = 0) -> int:
-    """The number of messages before the first answer that is not of the prompt, as the first `num_given` are."""
-    rest = range(num_given, len(messages))
+def _find_answer(messages: Sequence[Mapping[str, Any]], num_first: int = 0) -> int:
+    """The number of messages before the first answer that is not of the prompt, as the first `num_first` are."""
+    rest = range(num_first, len(messages))
     return next((n for n in rest if messages[n]["role"] == "assistant"), len(messages))
 
 
@@ -450,7 +450,7 @@ def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
         **dict.fromkeys(("sampled_mask", "loss_mask"), flags), "is_trained": pa.bool_(),
         **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits),
         **dict.fromkeys(("finish_reasons", "policies", "rollout_labels"), pa.list_(text)),
-        **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole), "num_forced": pa.list_(whole),
+        **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole), "num_given": pa.list_(whole),
         **dict.fromkeys(("reward", "reward_score", "wall_time_s", "temperature"), pa.float64()),
         **messages,
         "reward_model": pa.struct({"style": text, "ground_truth": text}),

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import sqlite3
 import string
 import threading
@@ -42,6 +41,7 @@ from unbroken.errors import (
 )
 from unbroken.ledger.numbers import MAX_FLOAT32
 from unbroken.messages import get_text
+from unbroken.runs.prompts.rewards import check_retries
 
 try:
     import httpx
@@ -111,15 +111,13 @@ class Judge:
     )
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("max_requests", self.max_requests, 1), ("max_total_tokens", self.max_total_tokens, 1),
-            ("max_concurrent", self.max_concurrent, 1), ("max_retries", self.max_retries, 0),
-        ):  # fmt: skip
-            _check_whole(name, value, least)
-        if not (math.isfinite(self.retry_wait_s) and self.retry_wait_s >= 0):
-            raise InvalidInputError(f"retry_wait_s must be a number >= 0, got {self.retry_wait_s}")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise InvalidInputError(f"timeout_s must be a finite number > 0, got {self.timeout_s}")
+        for name, value in (
+            ("max_requests", self.max_requests),
+            ("max_total_tokens", self.max_total_tokens),
+            ("max_concurrent", self.max_concurrent),
+        ):
+            _check_positive(name, value)
+        check_retries(self.max_retries, retry_wait_s=self.retry_wait_s, timeout_s=self.timeout_s)
         self.url = _check_url(self.url)
         _check_key(self.api_key)
         self._write = _make_writer(self.prompt) if isinstance(self.prompt, str) else self.prompt
@@ -287,12 +285,12 @@ def _check_url(url: str) -> str:
     return str(read).rstrip("/")
 
 
-def _check_whole(name: str, value: int | None, least: int) -> None:
+def _check_positive(name: str, value: int | None) -> None:
     """Refuse text of `os.environ`, and halves: half a slot would never be taken."""
     if value is not None and type(value) is not int:
         raise InvalidInputError(f"{name} must be a whole number, got {value!r}")
-    if value is not None and value < least:
-        raise InvalidInputError(f"{name} must be a number >= {least}, got {value}")
+    if value is not None and value < 1:
+        raise InvalidInputError(f"{name} must be a number >= 1, got {value}")
 
 
 def _check_key(api_key: str | None) -> None:

@@ -82,12 +82,17 @@ class RewardConfig:
             raise InvalidInputError(f"batch_size must be >= 1, got {self.batch_size}")
         if not math.isfinite(self.weight):
             raise InvalidInputError(f"weight must be a finite number, got {self.weight}")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise InvalidInputError(f"timeout_s must be a finite number > 0, got {self.timeout_s}")
-        if self.max_retries < 0:
-            raise InvalidInputError(f"max_retries must be >= 0, got {self.max_retries}")
-        if not (math.isfinite(self.retry_wait_s) and self.retry_wait_s >= 0):
-            raise InvalidInputError(f"retry_wait_s must be a finite number >= 0, got {self.retry_wait_s}")
+        check_retries(self.max_retries, retry_wait_s=self.retry_wait_s, timeout_s=self.timeout_s)
+
+
+def check_retries(max_retries: int, *, retry_wait_s: float, timeout_s: float) -> None:
+    """Refuse a number of retries, a wait before the first or a limit of each try that is out of range."""
+    if type(max_retries) is not int or max_retries < 0:
+        raise InvalidInputError(f"max_retries must be a whole number >= 0, got {max_retries!r}")
+    if not (math.isfinite(retry_wait_s) and retry_wait_s >= 0):
+        raise InvalidInputError(f"retry_wait_s must be a finite number >= 0, got {retry_wait_s}")
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise InvalidInputError(f"timeout_s must be a finite number > 0, got {timeout_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

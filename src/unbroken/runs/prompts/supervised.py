@@ -18,7 +18,7 @@ import numpy as np
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.progress import advance, begin
 from unbroken.rendering.base import Renderer
-from unbroken.rendering.loader import load_tokenizer
+from unbroken.rendering.loader import find_other_token, load_tokenizer
 from unbroken.rollout.conversations import make_conversation_rows
 from unbroken.rollout.seeds import EpochOrder
 from unbroken.runs.config import RunConfig
@@ -37,7 +37,7 @@ _MESSAGES, _IDS = ("messages", "tools"), ("token_ids", "loss_mask", "tokenizer",
 def load_warm_start(
     config: RunConfig, *, source: str, renderer: Renderer, context_length: int | None, rank: Rank
 ) -> WarmStart | None:
-    """Load and render the rows of the run's warm start, for the model in `source`; None if it has none.
+    """Load and render the supervised rows of a run, for the model in `source`; None if it has none.
 
     Raises:
         InvalidInputError: there is no such data set, or a row of it cannot be trained exactly.
@@ -50,7 +50,7 @@ def load_warm_start(
         rows = [row for of_one in conversations for row in of_one]
         num_ids, num_trained = sum(len(row.token_ids) for row in rows), sum(int(row.loss_mask.sum()) for row in rows)
         what = f"{len(conversations)} conversations in {len(rows)} rows, {num_trained} of {num_ids} ids are trained"
-        print(f"warm start: {what}", flush=True)
+        print(f"supervised rows: {what}", flush=True)
     return WarmStart(
         conversations=conversations,
         order=EpochOrder(len(conversations), seed=config.seed, shuffle=True),
@@ -71,8 +71,8 @@ class _Rows:
         self._source = source
         self._renderer = renderer
         self._context_length = context_length
-        self._same_ids: dict[str, bool] = {source: True}
-        """Whether the tokenizer of a model gives each id the same text as that of `source`."""
+        self._known = {source}
+        """Models whose tokenizers give each id the same text as that of `source`."""
 
     def __iter__(self) -> Iterator[Sequence[TrainingSample]]:
         for number, row in enumerate(_iterate_cells(self._data)):
@@ -119,13 +119,17 @@ class _Rows:
         """Raise `InvalidInputError` unless this model's tokenizer has the same ids as that of the run's model."""
         if not isinstance(name, str) or not name:
             raise InvalidInputError(f"tokenizer must name the model whose ids these are, got {name!r}")
-        if name not in self._same_ids:
-            own, other = (load_tokenizer(each).get_vocab() for each in (self._source, name))
-            self._same_ids[name] = own == other
-        if not self._same_ids[name]:
-            raise InvalidInputError(
-                f"tokenizer must have the ids of {self._source}, and {name} has others: export messages instead"
-            )
+        if name in self._known:
+            return
+        own, other = load_tokenizer(self._source), load_tokenizer(name)
+        # A teacher may know more tokens than the policy; of a row any may be in the ids, so both must know the same.
+        for first, second, of, model in ((own, other, self._source, name), (other, own, name, self._source)):
+            if (difference := find_other_token(first, second)) is not None:
+                raise InvalidInputError(
+                    f"tokenizer must have the ids of {self._source}, and {model} has {difference} in {of}: export "
+                    "messages instead"
+                )
+        self._known.add(name)
 
 
 def _iterate_cells(data: str) -> Iterator[Mapping[str, Any]]:

@@ -23,6 +23,7 @@ from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.reports import make_printable
 from unbroken.runs.records.files import read_lines
 from unbroken.untrusted import open_inside, read_json
 
@@ -46,7 +47,7 @@ class ChangedNoteError(InvalidInputError):
     """A note is not saved, because the rollout or the note is another than the one that was shown."""
 
 
-class NoteContent(BaseModel):
+class _NoteContent(BaseModel):
     """Labels, each of 1 to 60 characters without commas, and a text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -56,7 +57,7 @@ class NoteContent(BaseModel):
     """Of the rollout's line, see `hash_line`."""
 
 
-class SentNote(NoteContent):
+class SentNote(_NoteContent):
     """What a page sends."""
 
     shown_time_s: float | None
@@ -71,7 +72,7 @@ class SentNote(NoteContent):
             raise InvalidInputError(f"a note must have labels and a text: {_describe(error)}") from None
 
 
-class Note(NoteContent):
+class Note(_NoteContent):
     """A line of the file."""
 
     set: str | None
@@ -81,7 +82,7 @@ class Note(NoteContent):
     time_s: float = Field(ge=0, allow_inf_nan=False)
 
     @staticmethod
-    def of(content: NoteContent, set_name: str | None, step: int, trajectory: str) -> Note:
+    def of(content: _NoteContent, set_name: str | None, step: int, trajectory: str) -> Note:
         """A note of a rollout, from now."""
         return Note(
             labels=content.labels, text=content.text, sha256=content.sha256, set=set_name, step=step,
@@ -153,14 +154,10 @@ def _parse_lines(data: bytes) -> tuple[dict[NoteKey, Note], list[str]]:
 def _describe(error: Exception) -> str:
     """What is wrong, for a terminal too: without control characters, which a field's name may have."""
     if not isinstance(error, ValidationError):
-        return _make_printable(str(error))
+        return make_printable(str(error))
     first = error.errors(include_url=False, include_context=False)[0]
-    place = _make_printable(".".join(map(str, first["loc"])))[:80] or "it"
+    place = make_printable(".".join(map(str, first["loc"])))[:80] or "it"
     return f"{place}: {first['msg']}, got {first.get('input')!r:.80}"
-
-
-def _make_printable(text: str) -> str:
-    return text if text.isprintable() else repr(text)
 
 
 def find_refusal(folder: Path) -> str | None:

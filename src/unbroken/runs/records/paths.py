@@ -14,12 +14,12 @@ from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession,
 from unbroken.ledger.tree import Conversations
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
-from unbroken.types import NO_VERSION, SampledSequence
+from unbroken.types import SampledSequence
 
 
 def describe_path(path: Path) -> dict[str, Any]:
     """The keys of a row that say which ids there are, and where each comes from."""
-    indices, versions = path.message_indices, path.policy_versions
+    indices = path.message_indices
     return {
         "token_ids": path.token_ids.tolist(),
         "segments": [
@@ -28,7 +28,7 @@ def describe_path(path: Path) -> dict[str, Any]:
         ],
         "message_indices": find_runs(indices, where=indices != TEMPLATE),
         "rollout_logprobs": to_floats(path.rollout_logprobs[path.sampled_mask]),
-        "policy_versions": find_runs(versions, where=versions != NO_VERSION),
+        "policy_versions": find_runs(path.policy_versions, where=path.sampled_mask),
     }
 
 
@@ -98,9 +98,9 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
 
 def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
     """The keys of a turn that say how many ids were sampled, how many were given inside, by whom and which versions."""
-    versions = sequence.policy_versions
-    counts = {"num_sampled": sequence.num_sampled, "num_forced": sequence.num_given}
-    return {**counts, "policy": policy, "policy_versions": find_runs(versions, where=versions != NO_VERSION)}
+    counts = {"num_sampled": sequence.num_sampled, "num_given": sequence.num_given}
+    versions = find_runs(sequence.policy_versions, where=sequence.sampled_mask)
+    return {**counts, "policy": policy, "policy_versions": versions}
 
 
 def _find_branch(turn: TurnRecord) -> str | None:

@@ -9,7 +9,7 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
     loss               [[2, 4], [5, 6]]
     advantages         [[2, 4, 0.5], [5, 6, 0.5]]
 
-Ids of a sampled segment without a version were given inside the completion, to close its reasoning (`num_forced`).
+Ids of a sampled segment without a version were given inside the completion, to close its reasoning (`num_given`).
 """
 
 from __future__ import annotations

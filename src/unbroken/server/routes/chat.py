@@ -18,7 +18,7 @@ from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from unbroken.images.loader import find_image_parts
-from unbroken.messages import get_image_source
+from unbroken.messages import ToolCall, get_image_source, make_call
 from unbroken.rendering.base import PartKind
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.context import ServerContext, get_context
@@ -398,8 +398,8 @@ class _ChoiceStream:
         yield choice
 
 
-def _format_call(call: ReplyCall) -> dict[str, Any]:
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _format_call(call: ReplyCall) -> ToolCall:
+    return make_call(call.call_id, call.name, call.arguments)
 
 
 def _format_malformed(reply: ReplyReader) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from unbroken.types import (
 router = Routes(Access.CLIENT)
 
 
-class StructuredOutputBody(StrictBody):
+class _StructuredOutputBody(StrictBody):
     """A constraint on the text, as in `StructuredOutput`."""
 
     regex: str | None = None
@@ -49,7 +49,7 @@ class StructuredOutputBody(StrictBody):
     structural_tag: str | None = None
 
 
-class SamplingBody(StrictBody):
+class _SamplingBody(StrictBody):
     """The fields and defaults of `SamplingParams`."""
 
     max_tokens: int = 512
@@ -63,7 +63,7 @@ class SamplingBody(StrictBody):
     seed: int | None = None
     stop_token_ids: Ids = Field(default_factory=list)
     stop_strings: Texts = Field(default_factory=list)
-    structured_output: StructuredOutputBody | None = None
+    structured_output: _StructuredOutputBody | None = None
     num_top_logprobs: int = 0
     return_routed_experts: bool = False
     return_kept_ids: bool = False
@@ -85,7 +85,7 @@ class SampleBody(StrictBody):
 
     prompts: Prompts
     """All ids, or all texts, which the server encodes."""
-    params: SamplingBody = SamplingBody()
+    params: _SamplingBody = _SamplingBody()
     images: list[Any] | None = None
     """One entry for each prompt: null, an image (base64, data URL, `sha256:...`), or a list of these or `SpanBody`."""
     mm_processor_kwargs: dict[str, Any] | None = None

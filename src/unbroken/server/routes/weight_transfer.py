@@ -33,7 +33,7 @@ _BufferBytes = Annotated[int, Field(ge=1, lt=2**40)]
 _Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
-class InitInfo(BodyModel):
+class _InitInfo(BodyModel):
     """Where the trainer listens; it has rank 0."""
 
     master_address: Annotated[str, Field(min_length=1, max_length=255)]
@@ -50,14 +50,14 @@ class InitInfo(BodyModel):
 class InitBody(BodyModel):
     """A trainer to meet."""
 
-    init_info: InitInfo
+    init_info: _InitInfo
     transport: Annotated[Transport, Field(strict=False)] | None = None
     """Our addition: `nccl` for engines on GPUs by default, `gloo` otherwise."""
     timeout_s: _Seconds | None = None
     """Our addition: longest wait for the trainer, to join (a minute) and for each chunk (five minutes)."""
 
 
-class UpdateInfo(BodyModel):
+class _UpdateInfo(BodyModel):
     """The weights that are broadcast next, in this order."""
 
     names: list[Annotated[str, Field(min_length=1, max_length=4096)]] = Field(default_factory=list)
@@ -90,7 +90,7 @@ class StartBody(BodyModel):
 
     policy_version: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Refused at once unless it rises above the version in use."""
-    update_info: UpdateInfo | None = None
+    update_info: _UpdateInfo | None = None
     """All weights that will come: refused at once if the model cannot have them, or lacks some."""
     reuse_kv: bool = False
     """Keep keys and values that older weights computed."""
@@ -101,7 +101,7 @@ class StartBody(BodyModel):
 class TransferBody(BodyModel):
     """Weights to receive."""
 
-    update_info: UpdateInfo
+    update_info: _UpdateInfo
 
 
 class FinishBody(BodyModel):

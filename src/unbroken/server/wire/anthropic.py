@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, make_call
 from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
@@ -23,7 +23,6 @@ from unbroken.server.wire.conversation import (
     fits_seal,
     is_seal,
     list_hosted,
-    make_call,
     make_tool,
     refuse_misplaced,
     require_tool,
@@ -45,14 +44,14 @@ class _Block(BodyModel):
         MESSAGES_BLOCKS.check(self.model_extra, place=place)
 
 
-class TextBlock(_Block):
+class _TextBlock(_Block):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class Base64Source(BodyModel):
+class _Base64Source(BodyModel):
     """An image in the request."""
 
     type: Literal["base64"]
@@ -60,7 +59,7 @@ class Base64Source(BodyModel):
     data: str
 
 
-class UrlSource(BodyModel):
+class _UrlSource(BodyModel):
     """An image by its URL, or its hash."""
 
     type: Literal["url"]
@@ -69,18 +68,18 @@ class UrlSource(BodyModel):
 
 _SOURCES = by_type("base64", "url", what="sources of images")
 Source = Annotated[
-    Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")], _SOURCES[1], _SOURCES[0]
+    Annotated[_Base64Source, Tag("<base64>")] | Annotated[_UrlSource, Tag("<url>")], _SOURCES[1], _SOURCES[0]
 ]
 
 
-class ImageBlock(_Block):
+class _ImageBlock(_Block):
     """An image."""
 
     type: Literal["image"]
     source: Source
 
 
-class ThinkingBlock(_Block):
+class _ThinkingBlock(_Block):
     """Reasoning of the model. A signature of this server must fit its text; another one is not looked at."""
 
     type: Literal["thinking"]
@@ -88,7 +87,7 @@ class ThinkingBlock(_Block):
     signature: str = ""
 
 
-class ToolUseBlock(_Block):
+class _ToolUseBlock(_Block):
     """A call."""
 
     type: Literal["tool_use"]
@@ -99,11 +98,11 @@ class ToolUseBlock(_Block):
 
 _RESULTS = by_type("text", "image", what="blocks in a tool result")
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")], _RESULTS[1], _RESULTS[0]
+    Annotated[_TextBlock, Tag("<text>")] | Annotated[_ImageBlock, Tag("<image>")], _RESULTS[1], _RESULTS[0]
 ]
 
 
-class ToolResultBlock(_Block):
+class _ToolResultBlock(_Block):
     """The result of a call. The template sees `is_error` as a key of the tool message."""
 
     type: Literal["tool_result"]
@@ -114,20 +113,20 @@ class ToolResultBlock(_Block):
 
 _BLOCKS = by_type("text", "image", "thinking", "tool_use", "tool_result", what="content blocks")
 Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ImageBlock, Tag("<image>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Annotated[_TextBlock, Tag("<text>")]
+    | Annotated[_ImageBlock, Tag("<image>")]
+    | Annotated[_ThinkingBlock, Tag("<thinking>")]
+    | Annotated[_ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[_ToolResultBlock, Tag("<tool_result>")],
     _BLOCKS[1],
     _BLOCKS[0],
 ]
 Content = OneOrSeveral[str, Block]
 _SYSTEM = by_type("text", what="blocks of system")
-SystemBlock = Annotated[Annotated[TextBlock, Tag("<text>")], _SYSTEM[0]]
+SystemBlock = Annotated[Annotated[_TextBlock, Tag("<text>")], _SYSTEM[0]]
 
 
-class InputMessage(BodyModel):
+class _InputMessage(BodyModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(extra="allow")
@@ -136,7 +135,7 @@ class InputMessage(BodyModel):
     content: Content
 
 
-class ClientTool(_Block):
+class _ClientTool(_Block):
     """A function of the client."""
 
     type: Literal["custom"] | None = None
@@ -157,11 +156,11 @@ def _find_tool(value: Any) -> str:
 
 
 Tool = Annotated[
-    Annotated[ClientTool, Tag("<client>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_find_tool)
+    Annotated[_ClientTool, Tag("<client>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_find_tool)
 ]
 
 
-class Thinking(BodyModel):
+class _Thinking(BodyModel):
     """Whether the reply has its reasoning, and how."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
@@ -178,14 +177,14 @@ class ConversationBody(BodyModel):
 
     model: str | None = None
     """The served model, which may be left out, or an adapter."""
-    messages: Annotated[list[InputMessage], Field(fail_fast=True)]
+    messages: Annotated[list[_InputMessage], Field(fail_fast=True)]
     system: OneOrSeveral[str, SystemBlock] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     """Functions of the client. Anthropic's own, which have no schema, are left out."""
     tool_choice: dict[str, Any] | None = None
     """`{"type": "auto"}`, `any`, `none`, or `tool` with a `name`. `disable_parallel_tool_use` only where calls are
     required."""
-    thinking: Thinking | None = None
+    thinking: _Thinking | None = None
     output_config: dict[str, Any] | None = None
     """`format`: a JSON schema for the text; `effort`: the template's variable `reasoning_effort`, if it reads it."""
     context_management: dict[str, Any] | None = None
@@ -220,7 +219,7 @@ class ConversationBody(BodyModel):
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form."""
-        functions = (tool for tool in self.tools or () if isinstance(tool, ClientTool))
+        functions = (tool for tool in self.tools or () if isinstance(tool, _ClientTool))
         return [make_tool(tool.name, tool.description, tool.input_schema) for tool in functions]
 
     def choose_tools(self, tools: list[ToolSchema]) -> ToolChoice:
@@ -323,7 +322,7 @@ def read_conversation(body: ConversationBody) -> ConversationBuilder:
     """
     conversation = ConversationBuilder()
     if body.system:
-        blocks = [TextBlock(type="text", text=body.system)] if isinstance(body.system, str) else body.system
+        blocks = [_TextBlock(type="text", text=body.system)] if isinstance(body.system, str) else body.system
         content = _read_content(conversation, ((f"system.{k}", block) for k, block in enumerate(blocks)))
         conversation.messages.append({"role": "system", "content": content})
     for k, message in enumerate(body.messages):
@@ -342,11 +341,11 @@ def read_conversation(body: ConversationBody) -> ConversationBuilder:
     return conversation
 
 
-def _read_user(conversation: ConversationBuilder, name: str, message: InputMessage) -> None:
+def _read_user(conversation: ConversationBuilder, name: str, message: _InputMessage) -> None:
     if isinstance(message.content, str):
         conversation.messages.append({"role": message.role, "content": message.content})
         return
-    waiting: list[tuple[str, TextBlock | ImageBlock]] = []
+    waiting: list[tuple[str, _TextBlock | _ImageBlock]] = []
 
     def end_message() -> None:
         if waiting:
@@ -356,17 +355,17 @@ def _read_user(conversation: ConversationBuilder, name: str, message: InputMessa
 
     for k, block in enumerate(message.content):
         place = f"{name}.content.{k}"
-        if isinstance(block, ToolResultBlock) and message.role == "user":
+        if isinstance(block, _ToolResultBlock) and message.role == "user":
             end_message()
             conversation.messages.append(_read_result(conversation, place, block))
-        elif isinstance(block, TextBlock) or (isinstance(block, ImageBlock) and message.role == "user"):
+        elif isinstance(block, _TextBlock) or (isinstance(block, _ImageBlock) and message.role == "user"):
             waiting.append((place, block))
         else:
             raise refuse_misplaced(place, block.type, message.role)
     end_message()
 
 
-def _read_result(conversation: ConversationBuilder, place: str, block: ToolResultBlock) -> Message:
+def _read_result(conversation: ConversationBuilder, place: str, block: _ToolResultBlock) -> Message:
     conversation.check_extra(MESSAGES_BLOCKS, block.model_extra, place)
     conversation.check_answers(block.tool_use_id, place=f"{place}.tool_use_id", call="tool_use block")
     content: Any = block.content or ""
@@ -378,18 +377,18 @@ def _read_result(conversation: ConversationBuilder, place: str, block: ToolResul
     return cast(Message, message)
 
 
-def _read_assistant(conversation: ConversationBuilder, name: str, message: InputMessage) -> None:
+def _read_assistant(conversation: ConversationBuilder, name: str, message: _InputMessage) -> None:
     if isinstance(message.content, str):
         conversation.messages.append({"role": "assistant", "content": message.content})
         return
     content, reasoning, calls = "", "", []
     for k, block in enumerate(message.content):
         place = f"{name}.content.{k}"
-        if isinstance(block, TextBlock):
+        if isinstance(block, _TextBlock):
             content += block.text
-        elif isinstance(block, ThinkingBlock):
+        elif isinstance(block, _ThinkingBlock):
             reasoning += _read_thinking(place, block)
-        elif isinstance(block, ToolUseBlock):
+        elif isinstance(block, _ToolUseBlock):
             calls.append(make_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
         else:
             raise refuse_misplaced(place, block.type, message.role)
@@ -397,7 +396,7 @@ def _read_assistant(conversation: ConversationBuilder, name: str, message: Input
     conversation.add_reply(content=content, reasoning=reasoning, calls=calls)
 
 
-def _read_thinking(place: str, block: ThinkingBlock) -> str:
+def _read_thinking(place: str, block: _ThinkingBlock) -> str:
     """The reasoning of a block: its text, or what its signature brings back where the text was omitted."""
     if not is_seal(block.signature) or fits_seal(block.signature, block.thinking):
         return block.thinking
@@ -412,16 +411,16 @@ def _read_thinking(place: str, block: ThinkingBlock) -> str:
     return packed
 
 
-def _read_content(conversation: ConversationBuilder, blocks: Iterable[tuple[str, TextBlock | ImageBlock]]) -> Any:
+def _read_content(conversation: ConversationBuilder, blocks: Iterable[tuple[str, _TextBlock | _ImageBlock]]) -> Any:
     """One text as it is, anything else as parts."""
     parts: list[dict[str, Any]] = []
     for place, block in blocks:
         conversation.check_extra(MESSAGES_BLOCKS, block.model_extra, place)
-        if isinstance(block, TextBlock):
+        if isinstance(block, _TextBlock):
             parts.append({"type": "text", "text": block.text})
             continue
         source = block.source
-        if isinstance(source, Base64Source):
+        if isinstance(source, _Base64Source):
             url, field = f"data:{source.media_type};base64,{source.data}", "data"
         else:
             url, field = source.url, "url"

@@ -80,11 +80,6 @@ def simplify_parts(parts: Sequence[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else list(parts)
 
 
-def make_call(call_id: str, name: str, arguments: str) -> ToolCall:
-    """Make a call; `arguments` are the text of a JSON object."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def fill_arguments(messages: Sequence[Any]) -> Sequence[Any]:
     """Messages in which empty arguments of calls are `{}`: clients send "" and null for a call without arguments."""
     return [_fill_call(message) if message.get("tool_calls") else message for message in messages]

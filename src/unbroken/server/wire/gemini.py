@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from unbroken.messages import Message, ToolCall, ToolSchema
+from unbroken.messages import Message, ToolCall, ToolSchema, make_call
 from unbroken.server.http.bodies import BodyModel, Texts
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
@@ -27,7 +27,6 @@ from unbroken.server.wire.conversation import (
     ToolChoice,
     get_name,
     is_seal,
-    make_call,
     make_seal,
     make_tool,
     refuse_misplaced,
@@ -66,21 +65,21 @@ def _as_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class Blob(_Object):
+class _Blob(_Object):
     """A file in the request, in base64."""
 
     mime_type: str
     data: str
 
 
-class FileData(_Object):
+class _FileData(_Object):
     """A file by its URL, or its hash."""
 
     mime_type: str | None = None
     file_uri: str
 
 
-class CallPart(_Object):
+class _CallPart(_Object):
     """A call."""
 
     id: str | None = None
@@ -88,21 +87,21 @@ class CallPart(_Object):
     args: dict[str, Any] | None = None
 
 
-class ResultImage(_Object):
+class _ResultImage(_Object):
     """An image in the response of a function."""
 
-    inline_data: Blob | None = None
-    file_data: FileData | None = None
+    inline_data: _Blob | None = None
+    file_data: _FileData | None = None
 
 
-class FunctionResult(_Object):
+class _FunctionResult(_Object):
     """The result of a call: of the one with this id, or the first of this name that has none yet."""
 
     id: str | None = None
     name: str | None = None
     response: dict[str, Any] | None = None
     """`{"output": ...}`, or `{"error": ...}`, which the template sees as `is_error`; else all of it is output."""
-    parts: Annotated[list[ResultImage], Field(fail_fast=True)] | None = None
+    parts: Annotated[list[_ResultImage], Field(fail_fast=True)] | None = None
 
 
 class ContentPart(_Object):
@@ -112,10 +111,10 @@ class ContentPart(_Object):
     thought: bool | None = None
     thought_signature: str | None = None
     """On the part after the reasoning, which it brings back. One of another server is not looked at."""
-    inline_data: Blob | None = None
-    file_data: FileData | None = None
-    function_call: CallPart | None = None
-    function_response: FunctionResult | None = None
+    inline_data: _Blob | None = None
+    file_data: _FileData | None = None
+    function_call: _CallPart | None = None
+    function_response: _FunctionResult | None = None
 
     def get_kind(self, place: str) -> str:
         """The name of what the part has. Raises `HttpError` unless it is one thing that this server takes."""
@@ -142,7 +141,7 @@ class Content(_Object):
     parts: Annotated[list[ContentPart], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
 
 
-class FunctionDeclaration(_Object):
+class _FunctionDeclaration(_Object):
     """A function of the client. Its parameters are a schema in Google's form (`OBJECT` as type), or a JSON schema."""
 
     name: str = Field(min_length=1)
@@ -151,13 +150,13 @@ class FunctionDeclaration(_Object):
     parameters_json_schema: dict[str, Any] | None = None
 
 
-class ToolGroup(_Object):
+class _ToolGroup(_Object):
     """Functions of the client. Google's own tools are left out of the prompt, and named in `X-Unbroken-Ignored`."""
 
-    function_declarations: Annotated[list[FunctionDeclaration], Field(fail_fast=True)] | None = None
+    function_declarations: Annotated[list[_FunctionDeclaration], Field(fail_fast=True)] | None = None
 
 
-class FunctionCallingConfig(_Object):
+class _FunctionCallingConfig(_Object):
     """Whether and what the reply calls."""
 
     mode: str | None = None
@@ -165,13 +164,13 @@ class FunctionCallingConfig(_Object):
     allowed_function_names: Texts | None = None
 
 
-class ToolConfig(_Object):
+class _ToolConfig(_Object):
     """How tools are used."""
 
-    function_calling_config: FunctionCallingConfig | None = None
+    function_calling_config: _FunctionCallingConfig | None = None
 
 
-class ThinkingConfig(_Object):
+class _ThinkingConfig(_Object):
     """How the reply reasons."""
 
     include_thoughts: bool | None = None
@@ -199,7 +198,7 @@ class GenerationConfig(_Object):
     response_schema: dict[str, Any] | None = None
     """In Google's form."""
     response_json_schema: dict[str, Any] | None = None
-    thinking_config: ThinkingConfig | None = None
+    thinking_config: _ThinkingConfig | None = None
 
 
 class ContentsBody(_Object):
@@ -209,8 +208,8 @@ class ContentsBody(_Object):
     """As in the path, which has it."""
     contents: Annotated[list[Content], Field(fail_fast=True), BeforeValidator(_as_list)]
     system_instruction: Content | None = None
-    tools: Annotated[list[ToolGroup], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
-    tool_config: ToolConfig | None = None
+    tools: Annotated[list[_ToolGroup], Field(fail_fast=True), BeforeValidator(_as_list)] | None = None
+    tool_config: _ToolConfig | None = None
     generation_config: GenerationConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template, such as `enable_thinking`."""
@@ -231,21 +230,21 @@ class ContentsBody(_Object):
         return self.generation_config or GenerationConfig()
 
     @property
-    def thinking(self) -> ThinkingConfig:
+    def thinking(self) -> _ThinkingConfig:
         """How to reason."""
-        return self.config.thinking_config or ThinkingConfig()
+        return self.config.thinking_config or _ThinkingConfig()
 
     @property
-    def calling(self) -> FunctionCallingConfig:
+    def calling(self) -> _FunctionCallingConfig:
         """Whether and what to call."""
-        return (self.tool_config or ToolConfig()).function_calling_config or FunctionCallingConfig()
+        return (self.tool_config or _ToolConfig()).function_calling_config or _FunctionCallingConfig()
 
     def check_supported(self) -> list[str]:
         """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
         ignored = GEMINI.check(self.model_extra)
         ignored += GEMINI_CONFIG.check(self.config.model_extra, place="generationConfig")
         ignored += GEMINI_CONFIG.check(self.thinking.model_extra, place="generationConfig.thinkingConfig")
-        ignored += GEMINI_TOOLS.check((self.tool_config or ToolConfig()).model_extra, place="toolConfig")
+        ignored += GEMINI_TOOLS.check((self.tool_config or _ToolConfig()).model_extra, place="toolConfig")
         ignored += GEMINI_TOOLS.check(self.calling.model_extra, place=_CALLING)
         for k, tool in enumerate(self.tools or ()):
             own_tools = dict.fromkeys(tool.model_extra or (), True)  # `{"googleSearch": {}}` asks for something
@@ -468,13 +467,13 @@ class _Reader:
     def _check_extra(self, place: str, given: _Object) -> None:
         self.conversation.check_extra(GEMINI_PARTS, given.model_extra, place)
 
-    def _read_call(self, place: str, call: CallPart, number: int) -> ToolCall:
+    def _read_call(self, place: str, call: _CallPart, number: int) -> ToolCall:
         self._check_extra(place, call)
         # Clients may leave ids out. Ours have nine characters, which the strictest templates require.
         call_id = call.id or f"c{len(self.conversation.messages):05}{number:03}"
         return make_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
 
-    def _read_response(self, place: str, response: FunctionResult) -> None:
+    def _read_response(self, place: str, response: _FunctionResult) -> None:
         self._check_extra(place, response)
         call_id = response.id or self._find_open_call(response.name)
         if call_id is None:
@@ -498,7 +497,7 @@ class _Reader:
         """The id of the first call of a function that has no response yet."""
         return next((call["id"] for call in self._open if call["function"]["name"] == name), None)
 
-    def _make_image(self, place: str, part: ContentPart | ResultImage) -> dict[str, Any]:
+    def _make_image(self, place: str, part: ContentPart | _ResultImage) -> dict[str, Any]:
         blob, file = part.inline_data, part.file_data
         self._check_extra(place, part)
         name = "fileData" if blob is None else "inlineData"
@@ -512,7 +511,7 @@ class _Reader:
                 f"{place}.{name}.mimeType must be an image's, got {shorten(data.mime_type)}",
                 param=f"{place}.{name}.mimeType",
             )
-        if isinstance(data, Blob):
+        if isinstance(data, _Blob):
             url, field = f"data:{data.mime_type};base64,{data.data.translate(_STANDARD)}", "data"
         else:
             url, field = data.file_uri, "fileUri"

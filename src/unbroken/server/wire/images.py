@@ -100,7 +100,7 @@ def _read_span(item: dict[str, Any], name: str, intake: ImageIntake) -> ClientSp
     )
 
 
-class PlaceBody(StrictBody):
+class _PlaceBody(StrictBody):
     """The place of an image's ids."""
 
     offset: int = Field(ge=0)
@@ -111,7 +111,7 @@ class FeaturesBody(BodyModel):
     """vLLM's `MultiModalFeatures`, for images only."""
 
     mm_hashes: dict[str, list[str]]
-    mm_placeholders: dict[str, list[PlaceBody]]
+    mm_placeholders: dict[str, list[_PlaceBody]]
     kwargs_data: dict[str, list[str | None]] | None = None
     """Null, or nulls, as in `mm_metadata`: the server has the images."""
     mm_metadata: dict[str, list[str | None]] | None = None
@@ -172,7 +172,7 @@ async def place_features(
     return prompt
 
 
-def _list_images(features: FeaturesBody) -> tuple[list[str], list[PlaceBody]]:
+def _list_images(features: FeaturesBody) -> tuple[list[str], list[_PlaceBody]]:
     """The hash and the place of each image; `HttpError` for invalid or contradictory entries."""
     hashes, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
     others = sorted({*features.mm_hashes, *features.mm_placeholders} - {"image"})
@@ -195,7 +195,7 @@ def _list_images(features: FeaturesBody) -> tuple[list[str], list[PlaceBody]]:
     return [name.removeprefix("sha256:") for name in hashes], places
 
 
-def _has_other_placeholders(ids: TokenIds, places: Sequence[PlaceBody], placeholder_id: int | None) -> bool:
+def _has_other_placeholders(ids: TokenIds, places: Sequence[_PlaceBody], placeholder_id: int | None) -> bool:
     outside = ids == placeholder_id
     for place in places:
         outside[place.offset : place.offset + place.length] = False

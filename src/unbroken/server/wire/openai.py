@@ -76,7 +76,7 @@ def _find_overlap(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-class StructuredOutputs(BodyModel):
+class _StructuredOutputs(BodyModel):
     """A constraint on the text: `regex`, `json` (a schema) or `json_object`. vLLM's others are refused."""
 
     model_config = ConfigDict(extra="allow")
@@ -115,7 +115,7 @@ class SamplingFields(BodyModel):
     """Keep the stop string in texts; ids always keep it."""
     ignore_eos: bool | None = None
     """Do not stop at the ids that end a turn."""
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: _StructuredOutputs | None = None
 
     def make_cutter(self) -> StopCutter:
         """Make the cutter of one answer."""
@@ -177,7 +177,7 @@ class StreamOptions(BodyModel):
     """Add a chunk at the end, with the counts of ids."""
 
 
-class ResponseFormat(BodyModel):
+class _ResponseFormat(BodyModel):
     """Type `text`, `json_object`, or `json_schema` with a schema."""
 
     type: str
@@ -196,7 +196,7 @@ class OpenAIFields(SamplingFields):
     stream: bool | None = None
     """Answer with server-sent events and `[DONE]`."""
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
+    response_format: _ResponseFormat | None = None
     return_token_ids: bool | None = None
     """From vLLM: the answer has `prompt_token_ids`, and each choice `token_ids`."""
     return_tokens_as_token_ids: bool | None = None

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from unbroken.messages import Message, ToolCall, ToolSchema
+from unbroken.messages import Message, ToolCall, ToolSchema, make_call
 from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
@@ -28,7 +28,6 @@ from unbroken.server.wire.conversation import (
     ToolChoice,
     is_seal,
     list_hosted,
-    make_call,
     make_tool,
     refuse_misplaced,
     require_tool,
@@ -52,14 +51,14 @@ class _Item(BodyModel):
         RESPONSES_ITEMS.check(self.model_extra, place=place)
 
 
-class InputTextPart(_Item):
+class _InputTextPart(_Item):
     """Text."""
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class InputImagePart(_Item):
+class _InputImagePart(_Item):
     """An image. `detail` has no effect."""
 
     type: Literal["input_image"]
@@ -69,9 +68,9 @@ class InputImagePart(_Item):
 
 _PARTS = by_type("input_text", "output_text", "input_image", what="parts")
 Part = Annotated[
-    Annotated[InputTextPart, Tag("<input_text>")]
-    | Annotated[InputTextPart, Tag("<output_text>")]
-    | Annotated[InputImagePart, Tag("<input_image>")],
+    Annotated[_InputTextPart, Tag("<input_text>")]
+    | Annotated[_InputTextPart, Tag("<output_text>")]
+    | Annotated[_InputImagePart, Tag("<input_image>")],
     _PARTS[1],
     _PARTS[0],
 ]
@@ -86,7 +85,7 @@ class MessageItem(_Item):
     content: TextOrParts
 
 
-class CallItem(_Item):
+class _CallItem(_Item):
     """A call of a function."""
 
     type: Literal["function_call"]
@@ -97,7 +96,7 @@ class CallItem(_Item):
     """A JSON object as text; null and blank for none."""
 
 
-class OutputItem(_Item):
+class _OutputItem(_Item):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -105,7 +104,7 @@ class OutputItem(_Item):
     output: TextOrParts
 
 
-class CustomCallItem(_Item):
+class _CustomCallItem(_Item):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
@@ -115,7 +114,7 @@ class CustomCallItem(_Item):
     """Any text."""
 
 
-class CustomOutputItem(_Item):
+class _CustomOutputItem(_Item):
     """The result of a call of a custom tool."""
 
     type: Literal["custom_tool_call_output"]
@@ -130,7 +129,7 @@ class ReferenceItem(_Item):
     id: str
 
 
-class ReasoningText(BodyModel):
+class _ReasoningText(BodyModel):
     """A text of a reasoning item."""
 
     model_config = ConfigDict(extra="allow")
@@ -139,12 +138,12 @@ class ReasoningText(BodyModel):
     text: str
 
 
-class ReasoningItem(_Item):
+class _ReasoningItem(_Item):
     """Reasoning of the model: its content, else what our encrypted content holds, else its summary."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    summary: Annotated[list[_ReasoningText], Field(fail_fast=True)] | None = None
+    content: Annotated[list[_ReasoningText], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = None
 
 
@@ -152,22 +151,22 @@ _ITEMS = by_type(
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
     "item_reference", what="items", default="message",
 )  # fmt: skip
-_OfReply: TypeAlias = MessageItem | CallItem | CustomCallItem | ReasoningItem
-_OfUser: TypeAlias = MessageItem | OutputItem | CustomOutputItem
+_OfReply: TypeAlias = MessageItem | _CallItem | _CustomCallItem | _ReasoningItem
+_OfUser: TypeAlias = MessageItem | _OutputItem | _CustomOutputItem
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
-    | Annotated[CallItem, Tag("<function_call>")]
-    | Annotated[OutputItem, Tag("<function_call_output>")]
-    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
-    | Annotated[CustomOutputItem, Tag("<custom_tool_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[_CallItem, Tag("<function_call>")]
+    | Annotated[_OutputItem, Tag("<function_call_output>")]
+    | Annotated[_CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[_CustomOutputItem, Tag("<custom_tool_call_output>")]
+    | Annotated[_ReasoningItem, Tag("<reasoning>")]
     | Annotated[ReferenceItem, Tag("<item_reference>")],
     _ITEMS[1],
     _ITEMS[0],
 ]
 
 
-class FunctionTool(_Item):
+class _FunctionTool(_Item):
     """A function of the client."""
 
     type: Literal["function"]
@@ -181,16 +180,16 @@ class FunctionTool(_Item):
 _MEMBERS = by_type("function", what="tools in a namespace")
 
 
-class NamespaceTool(_Item):
+class _NamespaceTool(_Item):
     """Functions under a common name: the model sees `NAMESPACE__FUNCTION`. The description has no effect."""
 
     type: Literal["namespace"]
     name: str = Field(min_length=1)
     description: str | None = None
-    tools: Annotated[list[Annotated[FunctionTool, _MEMBERS[0]]], Field(fail_fast=True)]
+    tools: Annotated[list[Annotated[_FunctionTool, _MEMBERS[0]]], Field(fail_fast=True)]
 
 
-class CustomTool(_Item):
+class _CustomTool(_Item):
     """A tool that is called with any text: the model sees a function with the text `input`.
 
     A grammar of the text is in its description: it is not enforced.
@@ -222,9 +221,9 @@ def _find_tool(value: Any) -> str | None:
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[CustomTool, Tag("<custom>")]
+    Annotated[_FunctionTool, Tag("<function>")]
+    | Annotated[_NamespaceTool, Tag("<namespace>")]
+    | Annotated[_CustomTool, Tag("<custom>")]
     | Annotated[HostedTool, Tag("<hosted>")],
     Discriminator(_find_tool, custom_error_type="object", custom_error_message="must be an object with a type"),
 ]
@@ -237,7 +236,7 @@ def _flatten_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-class TextOptions(BodyModel):
+class _TextOptions(BodyModel):
     """The form of the reply's text. `verbosity` has no effect."""
 
     model_config = ConfigDict(extra="allow")
@@ -246,7 +245,7 @@ class TextOptions(BodyModel):
     """Type `text`, `json_object`, or `json_schema` with a schema."""
 
 
-class ReasoningOptions(BodyModel):
+class _ReasoningOptions(BodyModel):
     """How much to reason. `summary` has no effect: the reasoning itself is in the answer."""
 
     model_config = ConfigDict(extra="allow")
@@ -278,8 +277,8 @@ class ResponsesBody(BodyModel):
     """A maximum: if it exceeds the context, or without it, what fits."""
     temperature: float | None = None
     top_p: float | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    text: _TextOptions | None = None
+    reasoning: _ReasoningOptions | None = None
     include: Texts | None = None
     metadata: dict[str, Any] | None = None
     """Comes back in the answer."""
@@ -333,21 +332,21 @@ class ResponsesBody(BodyModel):
             if isinstance(tool, HostedTool):
                 continue
             tool.refuse_extra(f"tools.{k}")
-            for number, member in enumerate(tool.tools if isinstance(tool, NamespaceTool) else ()):
+            for number, member in enumerate(tool.tools if isinstance(tool, _NamespaceTool) else ()):
                 member.refuse_extra(f"tools.{k}.tools.{number}")
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form of chat completions."""
         return [
             make_tool(tool.name, tool.describe(), CUSTOM_INPUT)
-            if isinstance(tool, CustomTool)
+            if isinstance(tool, _CustomTool)
             else make_tool(_flatten_name(namespace, tool.name), tool.description, tool.parameters)
             for namespace, tool in self._list_functions()
         ]
 
     def find_custom(self) -> frozenset[str]:
         """The names of the custom tools."""
-        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, _CustomTool))
 
     def find_namespaces(self) -> dict[str, tuple[str, str]]:
         """Namespace and name of each function in a namespace, by the name that the model sees."""
@@ -357,10 +356,10 @@ class ResponsesBody(BodyModel):
             if namespace is not None
         }
 
-    def _list_functions(self) -> list[tuple[str | None, FunctionTool | CustomTool]]:
-        functions: list[tuple[str | None, FunctionTool | CustomTool]] = []
+    def _list_functions(self) -> list[tuple[str | None, _FunctionTool | _CustomTool]]:
+        functions: list[tuple[str | None, _FunctionTool | _CustomTool]] = []
         for tool in self.tools or ():
-            if isinstance(tool, NamespaceTool):
+            if isinstance(tool, _NamespaceTool):
                 functions += [(tool.name, member) for member in tool.tools]
             elif not isinstance(tool, HostedTool):
                 functions.append((None, tool))
@@ -483,7 +482,7 @@ def read_conversation(
 def _is_of_reply(item: Item) -> bool:
     """Whether an item is a part of what the model said."""
     is_message = isinstance(item, MessageItem) and item.role == "assistant"
-    return is_message or isinstance(item, (CallItem, CustomCallItem, ReasoningItem))
+    return is_message or isinstance(item, (_CallItem, _CustomCallItem, _ReasoningItem))
 
 
 def _end_reply(conversation: ConversationBuilder, reply: _Reply | None) -> None:
@@ -491,7 +490,7 @@ def _end_reply(conversation: ConversationBuilder, reply: _Reply | None) -> None:
         conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
 
 
-def _check_reasoning(conversation: ConversationBuilder, place: str, item: ReasoningItem) -> None:
+def _check_reasoning(conversation: ConversationBuilder, place: str, item: _ReasoningItem) -> None:
     """Check the extra keys of the texts of a reasoning item."""
     for name, texts in (("summary", item.summary), ("content", item.content)):
         for text in texts or ():
@@ -504,20 +503,20 @@ def _add_to_reply(
     place: str,
     item: _OfReply,
 ) -> None:
-    if isinstance(item, CustomCallItem):
+    if isinstance(item, _CustomCallItem):
         reply.calls.append(make_call(item.call_id, item.name, json.dumps({"input": item.input}, ensure_ascii=False)))
-    elif isinstance(item, CallItem):
+    elif isinstance(item, _CallItem):
         arguments = item.arguments if item.arguments and item.arguments.strip() else "{}"
         _check_arguments(place, arguments)
         reply.calls.append(make_call(item.call_id, _flatten_name(item.namespace, item.name), arguments))
-    elif isinstance(item, ReasoningItem):
+    elif isinstance(item, _ReasoningItem):
         _check_reasoning(conversation, place, item)
         reply.reasoning += _read_reasoning(place, item)
     elif isinstance(item.content, str):
         reply.content += item.content
     else:
         for k, part in enumerate(item.content):
-            if not isinstance(part, InputTextPart):
+            if not isinstance(part, _InputTextPart):
                 raise refuse_misplaced(f"{place}.content.{k}", part.type, item.role)
             conversation.check_extra(RESPONSES_ITEMS, part.model_extra, f"{place}.content.{k}")
             reply.content += part.text
@@ -533,7 +532,7 @@ def _read_given(conversation: ConversationBuilder, place: str, item: _OfUser) ->
 
 
 def _read_content(
-    conversation: ConversationBuilder, place: str, content: str | list[InputTextPart | InputImagePart]
+    conversation: ConversationBuilder, place: str, content: str | list[_InputTextPart | _InputImagePart]
 ) -> Any:
     """One text as it is, anything else as parts."""
     if isinstance(content, str):
@@ -541,14 +540,14 @@ def _read_content(
     parts: list[dict[str, Any]] = []
     for k, part in enumerate(content):
         conversation.check_extra(RESPONSES_ITEMS, part.model_extra, f"{place}.{k}")
-        if isinstance(part, InputTextPart):
+        if isinstance(part, _InputTextPart):
             parts.append({"type": "text", "text": part.text})
         else:
             parts.append(conversation.make_image_part(part.image_url, place=f"{place}.{k}.image_url"))
     return simplify_parts(parts)
 
 
-def _read_reasoning(place: str, item: ReasoningItem) -> str:
+def _read_reasoning(place: str, item: _ReasoningItem) -> str:
     if item.content:
         return "".join(part.text for part in item.content)
     if item.encrypted_content and is_seal(item.encrypted_content):

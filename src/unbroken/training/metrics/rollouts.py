@@ -40,7 +40,7 @@ class RolloutNumbers:
     """[trajectories] ids sampled in all turns."""
     turns: _Floats
     """[trajectories]"""
-    forced_ids: _Floats
+    given_ids: _Floats
     """[turns] ids that were given inside it, to close its reasoning."""
     tool_calls: _Floats
     """[trajectories] calls that the policy tried to make, including those that did not parse or failed."""
@@ -78,7 +78,7 @@ class RolloutNumbers:
             prompt_tokens=_floats(map(_num_prompt_ids, members)),
             completion_tokens=_read("num_sampled", members),
             turns=_floats(len(member.turns) for member in members),
-            forced_ids=_floats(map(_num_forced_ids, chain.from_iterable(map(attrgetter("turns"), members)))),
+            given_ids=_floats(map(_num_given_ids, chain.from_iterable(map(attrgetter("turns"), members)))),
             tool_calls=_floats(map(_num_tool_calls, members)),
             rollout_s=_read("wall_time_s", members),
             engine_s=_read("engine_s", members),
@@ -122,8 +122,8 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
         **_statistics("rollout/prompt_tokens", numbers.prompt_tokens, "mean", "max"),
         **_statistics("rollout/completion_tokens", numbers.completion_tokens, "mean", "min", "max"),
         **_statistics("rollout/turns", numbers.turns, "mean", "max"),
-        "rollout/forced_ids": int(numbers.forced_ids.sum()),
-        "rollout/closed_turns": float((numbers.forced_ids > 0).mean()) if len(numbers.forced_ids) else None,
+        "rollout/given_ids": int(numbers.given_ids.sum()),
+        "rollout/closed_turns": float((numbers.given_ids > 0).mean()) if len(numbers.given_ids) else None,
         **_statistics("seconds/rollout", numbers.rollout_s, "mean", "max"),
         **_statistics("seconds/engine", numbers.engine_s, "mean", "max"),
         **_statistics("seconds/queue", numbers.queue_s, "mean", "max"),
@@ -191,7 +191,7 @@ def _num_prompt_ids(trajectory: Trajectory) -> int:
     return len(nodes[0].token_ids) if nodes else 0
 
 
-def _num_forced_ids(turn: Turn) -> int:
+def _num_given_ids(turn: Turn) -> int:
     return turn.sequence.num_given
 
 

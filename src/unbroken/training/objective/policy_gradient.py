@@ -226,11 +226,13 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
 
     def needs_old_logprobs(self, config: TrainerConfig) -> bool:
         """For distances in the rewards, and for sums over whole trajectories."""
-        return self.changes_units(config) or as_policy_loss(self.loss).is_joint or _is_by_sequence(config)
+        has_teacher = config.teacher_weight is not None  # with the weight 0 its distance is measured
+        is_joint = as_policy_loss(self.loss).is_joint
+        return self.changes_units(config) or has_teacher or is_joint or _is_by_sequence(config)
 
     def changes_units(self, config: TrainerConfig) -> bool:
         """Whether the distance to the reference belongs into the rewards, or that to a teacher into the advantages."""
-        return self._has_distance_in_rewards(config) or config.teacher_weight is not None
+        return self._has_distance_in_rewards(config) or bool(config.teacher_weight)
 
     def _has_distance_in_rewards(self, config: TrainerConfig) -> bool:
         return config.kl_weight > 0 and config.kl.place is KlPlace.REWARD
@@ -246,10 +248,10 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                 "TrainerConfig.failed must be drop or train with kl.place reward, got baseline: the distance of a "
                 "trajectory that is left out is not known, and its reward counts for its siblings"
             )
-        if config.teacher_weight is not None:
+        if config.teacher_weight:
             raise InvalidInputError(
-                "TrainerConfig.kl.place must be loss with a teacher, got reward: trajectories without a reward are "
-                "trained on for their teacher, and have none to subtract from"
+                "TrainerConfig.kl.place must be loss with a teacher whose teacher_weight is above 0, got reward: "
+                "trajectories without a reward are trained on for their teacher, and have none to subtract from"
             )
         if isinstance(self.advantages, TurnAdvantages):
             raise InvalidInputError(
@@ -269,7 +271,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
 
         Only a trajectory whose siblings all sampled nothing keeps its advantage.
         """
-        if config.teacher_weight is not None:
+        if config.teacher_weight:
             return [[_subtract_teacher(row, config.teacher_weight) for row in rows] for rows in scored]
         by_group: dict[str, list[int]] = {}
         for index, unit in enumerate(units):
@@ -396,7 +398,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         in_loss = has_distance or has_entropy or config.router_loss_weight > 0 or bool(config.teacher_weight)
         return RowPolicy(
             keep_equal=keeps and (in_loss or config.kl_weight > 0),
-            keep_unscored=keeps and in_loss,
+            # There is no reward to subtract a distance from.
+            keep_unscored=keeps and in_loss and not self._has_distance_in_rewards(config),
             overlong=config.overlong,
             truncated=config.truncated,
             failed=config.failed,

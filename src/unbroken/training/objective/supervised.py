@@ -42,7 +42,7 @@ def make_supervised_row(token_ids: TokenIds, loss_mask: BoolMask) -> TrainingSam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervised(Objective[TrainingSample]):
-    """Learns to write what the rows have: a warm start, or beside another objective in the same updates."""
+    """Learns to write what supervised rows have: alone, or beside another objective in the same updates."""
 
     unit_type: ClassVar = TrainingSample
 

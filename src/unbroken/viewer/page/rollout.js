@@ -198,7 +198,7 @@ function findImageSize({ record }, sha256) {
 function makeTurns(state) {
   const { record } = state.rollout;
   return el('ol', { class: 'turns', start: 0 }, record.turns.map((turn, n) => {
-    const facts = [`${turn.num_sampled} ids`, turn.num_forced && `reasoning closed by ${plural(turn.num_forced, 'given id')}`, describePolicy(turn), turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
+    const facts = [`${turn.num_sampled} ids`, turn.num_given && `reasoning closed by ${plural(turn.num_given, 'given id')}`, describePolicy(turn), turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
       turn.bridge && 'bridged', turn.refusal && `no bridge: ${turn.refusal}`, turn.fork && `fork: ${turn.fork}`,
       turn.tolerances?.length && `matched in spite of ${turn.tolerances.join(', ')}`,
       turn.call_statuses.length && `calls: ${turn.call_statuses.join(', ')}`, turn.closing && `closed: ${turn.closing.how}`,

@@ -2,7 +2,7 @@
 'use strict';
 
 const ORIGINS = ['prompt', 'sampled', 'bridge', 'tool text', 'message text', 'closing', 'image', 'given inside a turn'];
-const [PROMPT, SAMPLED, BRIDGE, TOOL_TEXT, MESSAGE_TEXT, CLOSING, IMAGE, FORCED] = ORIGINS.keys();
+const [PROMPT, SAMPLED, BRIDGE, TOOL_TEXT, MESSAGE_TEXT, CLOSING, IMAGE, GIVEN] = ORIGINS.keys();
 const LOSS_STATES = ['not in the loss', 'in the loss', 'clipped', 'corrected'];
 
 /* Arrays of the T ids of a row; NaN or -1 where there is nothing. */
@@ -29,7 +29,7 @@ function expandRow(rollout, number) {
       if (data.origin[n] !== SAMPLED) continue;
       data.turn[n] = turn;
       if (Number.isNaN(data.version[n])) {  // no engine sampled it: it ends reasoning that was too long
-        data.origin[n] = FORCED;
+        data.origin[n] = GIVEN;
         continue;
       }
       data.sampler[n] = row.rollout_logprobs[sampled] ?? NaN;
@@ -168,7 +168,7 @@ function describeToken(rollout, data, n) {
   const pairs = [['position', String(n)], ['id', String(id)], ['text', text === undefined ? 'not known' : JSON.stringify(makeVisible(text))]];
   if (text !== undefined) pairs.push(['bytes', rollout.bytes[id] ?? spellBytes(text)]);
   pairs.push(['origin', ORIGINS[data.origin[n]]], ['node', String(data.node[n])]);
-  if (sampled || data.origin[n] === FORCED) pairs.push(['turn', data.turn[n] < 0 ? 'not known' : String(data.turn[n])]);
+  if (sampled || data.origin[n] === GIVEN) pairs.push(['turn', data.turn[n] < 0 ? 'not known' : String(data.turn[n])]);
   else if (data.nextTurn[n] >= 0) pairs.push(['turn', `prompt of ${data.nextTurn[n]}`]);
   if (data.message[n] >= 0) pairs.push(['message', String(data.message[n])]);
   if (sampled) {

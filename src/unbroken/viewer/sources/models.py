@@ -13,11 +13,11 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.text_codec import TokenTexts
-from unbroken.untrusted import MAX_TOKENIZER_BYTES, open_inside, read_json
+from unbroken.runs.diagnosis.evidence import read_object
+from unbroken.runs.folder import RECIPE_FILE
+from unbroken.untrusted import MAX_TOKENIZER_BYTES
 from unbroken.viewer.sources.retokenised import TemplateSource
 
-RECIPE_FILE = "recipe.json"
-_MAX_BYTES = 10 << 20
 _RENDERER = "renderer."
 _FILE = "tokenizer.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -39,12 +39,7 @@ class _RecipeFacts:
 
 def read_recipe(folder: Path) -> _RecipeFacts:
     """Read the recipe of a run in its folder; one that is missing or damaged says nothing."""
-    try:
-        with open_inside(folder, RECIPE_FILE) as file:
-            value = read_json(file.read(_MAX_BYTES), max_bytes=_MAX_BYTES)
-    except (OSError, InvalidInputError):
-        value = None
-    recipe = value if isinstance(value, dict) else {}
+    recipe = read_object(folder, RECIPE_FILE) or {}
     settings = recipe.get("settings")
     settings = settings if isinstance(settings, dict) else {}
     name, model = (each if isinstance(each, str) else None for each in (recipe.get("recipe"), settings.get("model")))

@@ -338,7 +338,7 @@ class _Message(_Shape):
 class _Turn(_Shape):
     reward: float | None = None
     num_sampled: int
-    num_forced: int = 0
+    num_given: int = 0
     finish_reason: str
     cut_by: str | None = None
     refusal: str | None = None

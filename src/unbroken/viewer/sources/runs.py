@@ -15,9 +15,9 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import DATABASE_FILE
-from unbroken.runs.diagnosis.evidence import read_evidence
+from unbroken.runs.diagnosis.evidence import METRICS, read_evidence, read_object, read_objects
 from unbroken.runs.diagnosis.rules import diagnose
-from unbroken.runs.folder import find_state
+from unbroken.runs.folder import RECIPE_FILE, find_state
 from unbroken.runs.process_file import PROCESS_FILE
 from unbroken.runs.records.files import FOLDER, find_expected, find_records
 from unbroken.runs.records.notes import (
@@ -32,13 +32,13 @@ from unbroken.runs.records.notes import (
     read_notes,
 )
 from unbroken.runs.settings import redact
-from unbroken.untrusted import open_inside, read_json
-from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
+from unbroken.untrusted import open_inside
+from unbroken.viewer.sources.models import Tokenizers, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
 from unbroken.viewer.sources.rollouts import StepFiles, describe_trajectory, read_pair
 from unbroken.viewer.sources.table import Table
 
-_METRICS = Path("metrics") / "metrics.jsonl"
+_METRICS = Path(*METRICS)
 _EVALUATIONS = Path("evaluation.jsonl")
 _CLUSTER_STATE, _CLUSTER_EVENTS = Path("cluster") / "state.json", Path("cluster") / "log.jsonl"
 _SETS = Path("evaluations")
@@ -50,8 +50,6 @@ _MAX_NOTED = 4096
 """Steps with notes whose rollouts are known by their hashes."""
 _MAX_IMAGE_BYTES = 100 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MAX_BYTES, _MAX_LINE_BYTES = 512 << 20, 1 << 20
-_MAX_PROBLEMS = 20
 
 
 class RunReader:
@@ -110,13 +108,9 @@ class RunReader:
 
     def _read_cluster(self) -> dict[str, Any] | None:
         """How the parts of a run on several machines are, and what happened to them; None of another run."""
-        try:
-            with open_inside(self.folder, *_CLUSTER_STATE.parts) as file:
-                state = read_json(file.read(_MAX_LINE_BYTES + 1), max_bytes=_MAX_LINE_BYTES)
-        except (OSError, InvalidInputError):
-            return None
+        state = read_object(self.folder, *_CLUSTER_STATE.parts)
         fields = ("time_s", "parts", "nodes", "versions")
-        if not (isinstance(state, dict) and all(name in state for name in fields)):
+        if state is None or not all(name in state for name in fields):
             return None
         events, _ = _read_numbers(self.folder, *_CLUSTER_EVENTS.parts)
         return {"state": {name: state[name] for name in fields}, "events": events}
@@ -288,37 +282,10 @@ def _signature(path: Path) -> tuple[int, int] | None:
 
 
 def _read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read JSON lines of a file in a folder; returns their numbers and texts, and what is wrong with other lines.
-
-    A last line without its end is being written, or was when the run was killed: it is left out.
-    """
-    name = parts[-1]
-    try:
-        with open_inside(folder, *parts) as file:
-            data = file.read(_MAX_BYTES)
-    except FileNotFoundError:
-        return [], []
-    except OSError as error:
-        return [], [f"{name} cannot be read: {error.strerror or error}"]
-    lines: list[dict[str, Any]] = []
-    problems: list[str] = []
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        if (found := _read_line(line)) is not None:
-            lines.append(found)
-        elif len(problems) < _MAX_PROBLEMS:
-            problems.append(f"line {number} of {name} is not a JSON object, and is left out")
-    return lines, problems
-
-
-def _read_line(line: bytes) -> dict[str, Any] | None:
-    """The numbers and texts of an object; None if the line is none."""
-    try:
-        value = read_json(line, max_bytes=_MAX_LINE_BYTES)
-    except InvalidInputError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    return {key: each for key, each in value.items() if _is_number(each) or isinstance(each, str)}
+    """The numbers and texts of a file's lines, and what is wrong with other lines; see `read_objects`."""
+    lines, problems = read_objects(folder, *parts)
+    shown = [{key: each for key, each in line.items() if _is_number(each) or isinstance(each, str)} for line in lines]
+    return shown, problems
 
 
 def _make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -34,12 +34,12 @@ from unbroken.ledger.store import Cursor, is_postgres_url, open_snapshots, open_
 from unbroken.ledger.store.reader import ListedSession, StoreReader
 from unbroken.ledger.tree import Conversations, StoredTree
 from unbroken.rendering.encoding.text_codec import TokenTexts
+from unbroken.runs.folder import RECIPE_FILE
 from unbroken.runs.records.files import MAX_TEXT, summarize
 from unbroken.runs.records.paths import describe_branch, describe_session, find_runs
 from unbroken.tinker.store import TINKER_TABLES, decode_sampled
-from unbroken.types import NO_VERSION
 from unbroken.untrusted import check_json, read_json
-from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
+from unbroken.viewer.sources.models import Tokenizers, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
 from unbroken.viewer.sources.rollouts import BROKEN, check_record, describe_trajectory, make_broken
 
@@ -275,7 +275,7 @@ def _summarize_session(stored: StoredSession) -> dict[str, Any]:
     paths, conversations = [grown.tree.path(leaf) for leaf in grown.tree.leaves()], grown.conversations
     rows = [
         {
-            "token_ids": path.token_ids, "policy_versions": _find_versions(path),
+            "token_ids": path.token_ids, "policy_versions": find_runs(path.policy_versions, where=path.sampled_mask),
             "messages": conversations.find_messages(conversations.find_turns(path)[-1]),
         }
         for path in paths
@@ -343,10 +343,6 @@ def _make_row(grown: StoredTree, path: nodes.Path, conversations: Conversations)
         "temperature": path.temperatures[0] if len(path.temperatures) == 1 else None,
         "loss": [], "advantages": [], "images": grown.find_images(path),
     }  # fmt: skip
-
-
-def _find_versions(path: nodes.Path) -> list[list[Any]]:
-    return find_runs(path.policy_versions, where=path.policy_versions != NO_VERSION)
 
 
 def _make_session(name: str, row: Sequence[Any], find_texts: Callable[[str], TokenTexts | None]) -> StoredSession:

@@ -8,9 +8,9 @@ from support import templates
 from support.corpus import corpus_templates
 from support.tokenizers import make_tokenizer
 from unbroken.errors import TemplateError
-from unbroken.messages import Message
+from unbroken.messages import Message, make_call
 from unbroken.rendering.base import Bridge, Closing
-from unbroken.rendering.message_format import PROBE_TOOLS, probe_call
+from unbroken.rendering.message_format import PROBE_TOOLS
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
 
@@ -89,7 +89,7 @@ def test_a_generation_prompt_that_was_not_asked_for_holds_no_stop() -> None:
 def test_no_stop_of_a_shipped_template_stands_inside_a_turn(template: Any) -> None:
     renderer = TemplateRenderer(template.tokenizer())
     stops = set(renderer.get_stop_token_ids())
-    calls = [probe_call("probe_one", f"callprob{k}", {"value": f"Zw{k}"}) for k in range(2)]
+    calls = [make_call(f"callprob{k}", "probe_one", {"value": f"Zw{k}"}) for k in range(2)]
     for reasoning in ("", "Zwr"):
         for num_calls in range(3):
             turn: Message = {"role": "assistant", "content": "Zwc"}

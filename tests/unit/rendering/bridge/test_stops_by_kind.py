@@ -10,9 +10,8 @@ from support.tokenizers import make_tokenizer
 from unbroken import load_renderer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import StopTokenError
-from unbroken.messages import Message
+from unbroken.messages import Message, make_call
 from unbroken.rendering.base import Bridge, Closing
-from unbroken.rendering.message_format import probe_call
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group, run_rollout
@@ -96,7 +95,7 @@ def test_calls_end_with_their_own_token_where_text_ends_like_its_reasoning() -> 
         "<|begin|>{{ m.role }}",
     ).replace("<|end|>{%- endfor -%}", "<|end|>{%- endif -%}{%- endfor -%}")
     assert "<|calls|>" in TemplateRenderer(tokenizer_of(template, "<|other|>")).render_text(
-        [QUESTION, {"role": "assistant", "content": "", "tool_calls": [probe_call("add", "c1", {"a": 1})]}]
+        [QUESTION, {"role": "assistant", "content": "", "tool_calls": [make_call("c1", "add", {"a": 1})]}]
     )
     assert stops_of(template, "<|other|>") == {"<|calls|>", "<|other|>"}
     with pytest.raises(StopTokenError, match="a turn of text, reasoning and text, got none"):

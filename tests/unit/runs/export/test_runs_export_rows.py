@@ -433,7 +433,7 @@ def test_a_damaged_note_is_a_warning_and_the_export_has_all_others(tmp_path, cap
     path.write_text(f"{path.read_text()}{json.dumps(later)}\n{path.read_text()[:40]}")
     assert export(tmp_path / "run", tmp_path / "rows.jsonl")[0]["rollout_note"] == "good"
     said = capsys.readouterr().err
-    assert "line 3 of notes.jsonl must be a note, and is left out: '\\x1b[2Jxxx" in said
+    assert "line 3 of notes.jsonl must be a note, and is left out: \\x1b[2Jxxx" in said
     assert "line 4 of notes.jsonl must be a note" in said
     assert "\x1b" not in said
     assert "x" * 81 not in said

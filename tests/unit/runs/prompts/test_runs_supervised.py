@@ -91,18 +91,31 @@ def test_an_epoch_has_each_conversation_once_over_all_processes(model, tmp_path)
         ({"token_ids": [1, 2], "loss_mask": [False, True], "tokenizer": None}, "tokenizer must name the model"),
         ({"token_ids": [1, 2], "loss_mask": [False, False], "tokenizer": "MODEL"}, "only rows that were trained"),
         ({"token_ids": [1, 2], "loss_mask": [0, 1], "tokenizer": "MODEL"}, "loss_mask must be a list of bool"),
-        ({"token_ids": [1, 2], "loss_mask": [False, True], "tokenizer": "OTHER"}, "OTHER has others: export messages"),
+        (
+            {"token_ids": [1, 2], "loss_mask": [False, True], "tokenizer": "OTHER"},
+            "OTHER has the id 6 for the token .*, which is 5 in .*: export messages",
+        ),
+        (
+            {"token_ids": [1, 2], "loss_mask": [False, True], "tokenizer": "MORE"},
+            "has no id for the token 'more', which is [0-9]+ in .*MORE: export messages",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_shown_to_be_exact_is_refused_by_its_number(model, tmp_path, row, words):
-    other = tmp_path / "OTHER"
-    shutil.copytree(model, other)
-    path = other / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    a, b = (next(text for text, number in tokenizer["model"]["vocab"].items() if number == k) for k in (5, 6))
-    tokenizer["model"]["vocab"] |= {a: 6, b: 5}
-    path.write_text(json.dumps(tokenizer))
-    text = json.dumps(row).replace("MODEL", str(model)).replace("OTHER", str(other))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = (next(text for text, number in vocabulary.items() if number == k) for k in (5, 6))
+    other = {**tokenizer, "model": {**tokenizer["model"], "vocab": {**vocabulary, a: 6, b: 5}}}
+    last = max(tokenizer["added_tokens"], key=lambda each: each["id"])
+    more = {
+        **tokenizer,
+        "added_tokens": [*tokenizer["added_tokens"], {**last, "content": "more", "id": last["id"] + 1}],
+    }
+    text = json.dumps(row).replace("MODEL", str(model))
+    for name, changed in (("OTHER", other), ("MORE", more)):
+        shutil.copytree(model, tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(changed))
+        text = text.replace(name, str(tmp_path / name))
     data = write(tmp_path / "rows.jsonl", [talk(0), json.loads(text)])
     with pytest.raises(InvalidInputError, match=words):
         load(data, model)

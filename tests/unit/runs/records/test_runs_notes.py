@@ -14,7 +14,6 @@ from unbroken.runs.records.notes import (
     NOTES_FILE,
     ChangedNoteError,
     Note,
-    NoteContent,
     SentNote,
     append_note,
     find_refusal,
@@ -25,8 +24,12 @@ from unbroken.runs.records.notes import (
 LINE = hash_line(b"{}\n")
 
 
+def sent(*, labels: list[str], text: str, sha256: str) -> SentNote:
+    return SentNote(labels=labels, text=text, sha256=sha256, shown_time_s=None)
+
+
 def save(folder: Path, text: str, *labels: str, set_name: str | None = None, step: int = 3) -> None:
-    note = Note.of(NoteContent(labels=list(labels), text=text, sha256=LINE), set_name, step, "g0/0")
+    note = Note.of(sent(labels=list(labels), text=text, sha256=LINE), set_name, step, "g0/0")
     shown = read_notes(folder)[0].get(note.key)
     append_note(folder, note, shown_time_s=shown.time_s if shown else None)
 
@@ -47,13 +50,13 @@ def test_the_last_note_of_a_rollout_counts_and_an_empty_one_takes_it_away(tmp_pa
 
 
 def test_a_rollout_with_half_a_surrogate_pair_can_be_noted(tmp_path):
-    note = Note.of(NoteContent(labels=[], text="é", sha256=LINE), None, 0, "g0/\ud800")
+    note = Note.of(sent(labels=[], text="é", sha256=LINE), None, 0, "g0/\ud800")
     append_note(tmp_path, note, shown_time_s=None)
     assert read_notes(tmp_path)[0][None, 0, LINE].text == "é"
 
 
 def test_a_note_that_another_editor_changed_meanwhile_is_not_replaced(tmp_path):
-    note = Note.of(NoteContent(labels=[], text="mine", sha256=LINE), None, 3, "g0/0")
+    note = Note.of(sent(labels=[], text="mine", sha256=LINE), None, 3, "g0/0")
     save(tmp_path, "first")
     first = read_notes(tmp_path)[0][note.key].time_s
     save(tmp_path, "of another editor")
@@ -79,8 +82,8 @@ def test_what_is_no_note_is_named_with_its_line_and_all_others_are_read(tmp_path
 
 
 def test_a_note_within_bounds_is_taken():
-    sent = SentNote.parse(json.dumps({"labels": ["a b"], "text": "x", "sha256": LINE, "shown_time_s": 1.5}).encode())
-    assert (sent.labels, sent.text, sent.shown_time_s) == (["a b"], "x", 1.5)
+    note = SentNote.parse(json.dumps({"labels": ["a b"], "text": "x", "sha256": LINE, "shown_time_s": 1.5}).encode())
+    assert (note.labels, note.text, note.shown_time_s) == (["a b"], "x", 1.5)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_a_file_of_bad_lines_is_given_up_and_says_so(tmp_path):
 def test_a_line_after_one_that_was_cut_fits_into_the_file_too(tmp_path, monkeypatch):
     path = tmp_path / NOTES_FILE
     path.write_bytes(b"{")
-    note = Note.of(NoteContent(labels=[], text="x", sha256=LINE), None, 3, "g0/0")
+    note = Note.of(sent(labels=[], text="x", sha256=LINE), None, 3, "g0/0")
     size = 1 + len(note.model_dump_json()) + 1  # and the end of the cut line
     monkeypatch.setattr(notes_of_runs, "_MAX_BYTES", size)
     with pytest.raises(MetricsError, match="at most"):

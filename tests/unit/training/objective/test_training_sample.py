@@ -209,8 +209,10 @@ def test_a_long_trajectory_has_a_lower_reward_than_its_equally_good_sibling():
     assert not PolicyGradient().has_variance(siblings[0], TrainerConfig())
 
 
-async def test_with_the_distance_in_the_reward_unscored_trajectories_teach_nothing():
-    counters, config = Counters(), TrainerConfig(kl_weight=0.1, kl=KlConfig(place=KlPlace.REWARD))
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.1])
+async def test_with_the_distance_in_the_reward_unscored_trajectories_teach_nothing(entropy_weight):
+    counters, kl = Counters(), KlConfig(place=KlPlace.REWARD)
+    config = TrainerConfig(kl_weight=0.1, kl=kl, entropy_weight=entropy_weight)
     unscored = trajectory(None, status=TrajectoryStatus.UNSCORED)
     groups = [group(trajectory(1.0), trajectory(1.0), unscored)]
     units = await PolicyGradient().make_units(groups, counters, config)

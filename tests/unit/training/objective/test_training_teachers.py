@@ -18,7 +18,7 @@ from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.training.config import OldLogprobs, Packing, TrainerConfig
-from unbroken.training.loss_config import ZeroVarianceRows
+from unbroken.training.loss_config import KlConfig, KlPlace, ZeroVarianceRows
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.objective.advantages import ADVANTAGES
 from unbroken.training.objective.online_dpo import OnlineDpo
@@ -103,6 +103,24 @@ def test_without_weight_the_distance_is_only_measured():
     assert step_metrics(trainer.step(rows))["teacher/kl"] != 0
     alone.step(rows)
     assert all(map(torch.equal, *([tensor for _, tensor in each.named_weights()] for each in (trainer, alone))))
+
+
+async def test_without_weight_it_is_measured_beside_a_distance_to_the_reference_in_the_rewards():
+    changes: dict[str, Any] = {"kl_weight": 0.5, "kl": KlConfig(place=KlPlace.REWARD), "optimizer": SUBTRACT_GRADIENT}
+    with pytest.raises(
+        InvalidInputError, match=r"kl\.place must be loss with a teacher whose teacher_weight is above 0"
+    ):
+        PolicyGradient().check_config(TrainerConfig(teacher_weight=0.1, **changes))
+    stats = []
+    for teachers in (Teachers(models={"teacher": tiny_qwen3(seed=1)}), None):
+        config = TrainerConfig(teacher_weight=None if teachers is None else 0.0, **changes)
+        trainer = Trainer(tiny_qwen3(), config, reference=tiny_qwen3(seed=2), teachers=teachers)
+        units = await trainer.make_units([group(trajectory(1.0), trajectory(0.0))], Counters())
+        stats.append((trainer.step(units), dict(trainer.named_weights())))
+    (measured, weights), (alone, expected) = stats
+    assert measured.loss == alone.loss
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+    assert step_metrics(measured)["teacher/kl"] != 0
 
 
 def test_a_teacher_with_its_own_prompt_scores_the_same_completion_after_it():
