@@ -59,6 +59,7 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSample, token_ids
 
 NUM_TURNS = 3
+_KINDS = (Numerics.FAST, Numerics.EXACT)
 _NUM_ALONE, _NUM_PROMPTS = 4, 8
 _LONGEST_PROMPT = 600
 """From some hundred ids on positions show whose frequencies differ in their last bit. All three are halved if fewer
@@ -129,12 +130,12 @@ class Comparison:
         """Compare with each setting: with vLLM in a separate process, for a process chooses its kernels once."""
         if self.values.get("engine.kind") is not EngineKind.COLOCATED:
             reports = []
-            for numerics in Numerics:
+            for numerics in _KINDS:
                 reports.append(await _measure(self, numerics))
                 _give_back_memory()
             return reports
         spawn, loop, reports = multiprocessing.get_context("spawn"), asyncio.get_running_loop(), []
-        for numerics in Numerics:
+        for numerics in _KINDS:
             with ProcessPoolExecutor(1, spawn) as pool:  # the GPU is free again when it has ended
                 reports.append(await loop.run_in_executor(pool, _measure_apart, self, numerics))
         return reports

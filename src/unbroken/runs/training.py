@@ -24,6 +24,7 @@ from unbroken.progress import show_progress
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems
 from unbroken.runs.config import RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
@@ -64,6 +65,9 @@ def run_recipe(
         with main_process_first() as is_first:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
+            config, said = choose_numerics(config, continues=None if is_first else True)
+            if said and is_first:
+                print(said, flush=True)
             settings = describe(config)
             files = digest_files(settings, code=recipe.code) | dict(digests or {})
             claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
@@ -161,6 +165,7 @@ async def train_model(
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
+    config, _ = choose_numerics(config, continues=False)  # of a script: a run of the command line has chosen
     sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
     recipe = open_recipe.get()
     if recipe is not None and recipe.sampler is not None:

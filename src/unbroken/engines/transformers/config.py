@@ -51,5 +51,5 @@ def parse_words(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
     parser.add_argument("--context-length", "--max-model-len", type=int)
     parser.add_argument("--enable-return-routed-experts", action="store_true")
-    parser.add_argument("--numerics", choices=list(Numerics), default=Numerics.FAST)
+    parser.add_argument("--numerics", choices=[Numerics.FAST, Numerics.EXACT], default=Numerics.FAST)
     return parser.parse_args(list(words))
