@@ -20,6 +20,7 @@ from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.cluster.command import add_cluster_parser
 from unbroken.demo.command import add_demo_parser, add_new_parser
+from unbroken.engines.registry import check_words
 from unbroken.errors import UnbrokenError, missing_extra
 from unbroken.gateway.options import (
     add_gateway_arguments,
@@ -178,6 +179,7 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
 
 def _serve(arguments: argparse.Namespace) -> int:
     options = read_options(arguments, arguments.others)
+    check_words(options.engine, options.engine_options)
     if arguments.checks_policy:
         options = replace(options, check=make_check(options.model, options.engine_options))
     sessions = read_session_options(arguments)

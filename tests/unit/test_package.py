@@ -39,6 +39,13 @@ def test_importing_the_package_loads_nothing_else():
     assert loaded == ["unbroken"]
 
 
+def test_the_command_line_loads_no_arrays_and_no_http():
+    """They take longer than everything else that `unbroken --help` does."""
+    code = "import sys, unbroken.cli; print(*sorted({'numpy', 'urllib.request', 'torch'} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert loaded == []
+
+
 EXTRAS = "accelerate datasets fastapi httpx orjson peft PIL prometheus_client psycopg pydantic rich torch uvicorn vllm"
 
 
@@ -51,6 +58,14 @@ def test_help_needs_no_extra(command):
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith(f"usage: unbroken {command}".rstrip())
+
+
+def test_a_wrong_option_of_the_embedded_engine_is_refused_before_torch_is_loaded(monkeypatch, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path), "--engine", "transformers", "--max-len", "30"])
+    assert "unrecognized arguments: --max-len 30" in capsys.readouterr().err
 
 
 def test_a_server_without_torch_names_its_extra_before_it_looks_for_a_model(monkeypatch, capsys):

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from unbroken.cluster.processes import Kind
 from unbroken.cluster.registry import ENGINES, FOLDER, KEY
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.store import is_postgres_url
 from unbroken.server.config import format_url
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ class ClusterOptions:
             )
 
     def _check_gateways(self) -> None:
+        from unbroken.ledger.store import is_postgres_url  # it loads numpy, and each command this module
+
         if self.gateways and not is_postgres_url(self.gateway_store or ""):
             raise InvalidInputError(
                 f"--gateway.store must be a postgresql:// URL with --gateways {self.gateways}, because gateways share "

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,6 @@ _MAX_BYTES = 1 << 20
 """Of a server's answer."""
 _STOP_S, _FAIL_S = 60.0, 20.0
 """How long processes have to end when they are stopped, and when one of them has failed."""
-_ASK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Kind(StrEnum):
@@ -220,10 +218,13 @@ class Runner:
 
 def _ask_version(url: str, kind: Kind) -> int | None:
     """The version of a server that is well; a gateway must only answer, because its health is that of its engines."""
+    import urllib.request  # a tenth of what `unbroken --help` may take
+
+    server = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         if kind is Kind.ENGINE:
-            _ASK.open(f"{url}/health", timeout=10).close()
-        with _ASK.open(f"{url}/version", timeout=10) as answer:
+            server.open(f"{url}/health", timeout=10).close()
+        with server.open(f"{url}/version", timeout=10) as answer:
             return int(dict(read_json(answer.read(_MAX_BYTES + 1), max_bytes=_MAX_BYTES)).get("policy_version") or 0)
     except (OSError, ValueError, TypeError):
         return None

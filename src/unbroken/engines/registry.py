@@ -5,9 +5,10 @@ A new engine is a module with `async def open_engine(options: EngineOptions) -> 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -27,11 +28,19 @@ class EngineModule:
     needs: str
     extra: str
     """The extra of this package that installs it."""
+    options: str = ""
+    """A module that loads no torch and has `parse_words(words)`, which ends the command for an option that the engine
+    does not know; empty if only the engine can read its options."""
 
 
 ENGINES = {
     "vllm": EngineModule(module="unbroken.engines.vllm.engine", needs="vLLM", extra="vllm"),
-    "transformers": EngineModule(module="unbroken.engines.transformers.engine", needs="torch", extra="train"),
+    "transformers": EngineModule(
+        module="unbroken.engines.transformers.engine",
+        needs="torch",
+        extra="train",
+        options="unbroken.engines.transformers.config",
+    ),
 }
 """By name; `auto` is the first that is installed."""
 
@@ -55,6 +64,14 @@ class EngineOptions:
     image_limits: ImageLimits
     max_top_logprobs: int
     """How many of the most likely ids a request may ask for."""
+
+
+def check_words(name: str, words: Sequence[str]) -> None:
+    """End the command for an option that the engine does not know, if that can be said before a model is loaded."""
+    if name == "auto":
+        name = "transformers" if find_spec("vllm") is None else "vllm"
+    if words and (module := ENGINES[name].options):
+        import_module(module).parse_words(words)
 
 
 async def open_engine(name: str, options: EngineOptions) -> Engine:

@@ -200,7 +200,8 @@ _SAFE_ATTRIBUTES: dict[type, frozenset[str]] = {
         for kind in (dict, list)
     },
     str: frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"},
-    LoopContext: frozenset({"first", "last", "index", "index0", "length", "revindex", "revindex0", "depth", "depth0"}),
+    LoopContext: frozenset({"first", "last", "index", "index0", "length", "revindex", "revindex0", "depth", "depth0"})
+    | {"previtem", "nextitem"},
 }
 """What Jinja's sandbox gives out as it is. It wraps `format`, with which a text could look into any object."""
 _NAMESPACE_VALUES = "_Namespace__attrs"
@@ -329,8 +330,13 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+_PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)
+
+
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Write JSON as transformers does: without HTML's escapes, and with the options of `json.dumps`."""
+    if not (ensure_ascii or sort_keys) and indent is None and separators is None:
+        return _PLAIN_JSON.encode(value)  # `json.dumps` makes an encoder for each call, which takes longer than a call
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -201,6 +201,13 @@ def read_recipe(folder: Path) -> _StoredRecipe:
         ) from None
 
 
+def read_trained_recipe(folder: Path, *, begins: bool) -> _StoredRecipe | None:
+    """The recipe of the run in a folder that has trained a step, or that `begins`; None if there is no such run."""
+    if not (folder / _FILE).is_file() or (not begins and _has_trained_nothing(folder)):
+        return None
+    return read_recipe(folder)
+
+
 def find_state(folder: Path) -> str:
     """Of a run: `ended`, `running`, or `died`: its process, which the lock's file names, is no more. Locks nothing."""
     try:

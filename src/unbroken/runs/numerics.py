@@ -60,6 +60,7 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSample, token_ids
 
 NUM_TURNS = 3
+_KINDS = (Numerics.FAST, Numerics.EXACT)
 _NUM_ALONE, _NUM_PROMPTS = 4, 8
 _LONGEST_PROMPT = 600
 """From some hundred ids on positions show whose frequencies differ in their last bit. All three are halved if fewer
@@ -134,7 +135,7 @@ class Comparison:
         """
         spawn, loop, reports = multiprocessing.get_context("spawn"), asyncio.get_running_loop(), []
         with cancelled_by_sigterm():
-            for numerics in Numerics:
+            for numerics in _KINDS:
                 if self.values.get("engine.kind") is EngineKind.COLOCATED:
                     with ProcessPoolExecutor(1, spawn) as pool:  # the GPU is free again when it has ended
                         reports.append(await loop.run_in_executor(pool, _measure_apart, self, numerics))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.rollout.failures import format_error, must_propagate
-from unbroken.rollout.process.channel import keep_alive
 from unbroken.server.config import is_loopback
 from unbroken.threads import exit_in
 
@@ -288,6 +287,8 @@ class _Others:
                 self._lose(f"{self._names[rank]} has not connected within {_MEET_S:g} s: it was lost before")
 
     async def _follow(self, connection: socket.socket, token: str) -> None:
+        from unbroken.rollout.process.channel import keep_alive  # it loads numpy, and commands load this module
+
         keep_alive(connection)
         with self._open(connection):
             reader, writer = await asyncio.open_connection(sock=connection)

@@ -86,6 +86,7 @@ class SamplerOpener:
     def identify(self, recipe: OpenRecipe) -> dict[str, str]:
         """What two processes must have in common to sample the same groups: values by what they are."""
         settings = {name: value for name, value in describe(self.config).items() if not may_change(name)}
+        del settings["trainer.numerics"]  # auto here, and what the trainer chose there; samplers compute nothing by it
         found = {"the release": __version__, "the recipe": recipe.name}
         found |= {name: json.dumps(value) for name, value in settings.items()}
         # Samplers need no teachers: their folders may be on the trainer's machine alone.

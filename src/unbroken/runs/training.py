@@ -24,6 +24,7 @@ from unbroken.progress import begin, show_progress
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
 from unbroken.runs.process_file import record_process
@@ -65,6 +66,9 @@ def run_recipe(
         with main_process_first() as is_first:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
+            config, said = choose_numerics(config, continues=None if is_first else True)
+            if said and is_first:
+                print(said, flush=True)
             settings = describe(config)
             files = digest_files(settings, code=recipe.code) | dict(digests or {})
             claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
@@ -168,6 +172,7 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
     from unbroken.runs.run import join_accelerator, open_training
     from unbroken.training.loop import train
 
+    config, _ = choose_numerics(config, continues=False)  # of a script: a run of the command line has chosen
     accelerator = join_accelerator(config, accelerator)
     async with open_training(config, task, accelerator=accelerator) as training:
         num_steps, run, records = config.loop.num_steps, training.run, training.records

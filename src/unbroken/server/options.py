@@ -12,18 +12,20 @@ import textwrap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.docstrings import first_paragraph, read_field_docs
-from unbroken.engines.base import Engine
 from unbroken.engines.registry import ENGINES
 from unbroken.errors import InvalidInputError
 from unbroken.model_source import check_model_folder
-from unbroken.rendering.base import Renderer
 from unbroken.server.config import ServerConfig, ServerLimits, is_loopback
 from unbroken.untrusted import MAX_FACTS_BYTES, MAX_KEYS_BYTES, read_text
 
-CheckEngine = Callable[[Engine, Renderer], Awaitable[str]]
+if TYPE_CHECKING:  # `unbroken --help` builds these options, and needs no arrays
+    from unbroken.engines.base import Engine
+    from unbroken.rendering.base import Renderer
+
+CheckEngine: TypeAlias = "Callable[[Engine, Renderer], Awaitable[str]]"
 _ENGINE_NAMES = ("auto", *ENGINES)
 _UNCHANGED = ("parser", "history", "host", "port", "drain_s", "keep_alive_s", "exit_with_parent")
 """Fields of `AppOptions` that are options as they are parsed."""

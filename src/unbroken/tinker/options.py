@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.store import is_postgres_url
 from unbroken.server.options import OptionGroup, option_name
 from unbroken.untrusted import MAX_KEYS_BYTES, read_file
 
@@ -55,10 +54,13 @@ class TinkerOptions:
     """Maximum number of models that one key trains at a time."""
 
     def __post_init__(self) -> None:
-        if self.tinker_files is not None and not is_postgres_url(self.tinker_store):
-            raise InvalidInputError(
-                "--tinker-files must not be given without a --tinker-store that is a postgresql:// URL"
-            )
+        if self.tinker_files is not None:
+            from unbroken.ledger.store import is_postgres_url  # it loads numpy, and each command this module
+
+            if not is_postgres_url(self.tinker_store):
+                raise InvalidInputError(
+                    "--tinker-files must not be given without a --tinker-store that is a postgresql:// URL"
+                )
         for name in ("tinker_keep_days", "tinker_idle_s", "tinker_max_models"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(f"{option_name(name)} must be > 0, got {getattr(self, name)}")

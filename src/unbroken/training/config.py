@@ -313,7 +313,8 @@ class TrainerConfig:
     shared_prefixes: SharedPrefixes = SharedPrefixes.AUTO
     numerics: Numerics = Numerics.FAST
     """With exact, the engine that a run makes computes so too, and a step ends the run if a logprob has other bits than
-    the sampler's, by the same weights."""
+    the sampler's, by the same weights. With auto, a run is exact where that was measured to cost at most 5 % of a step
+    (docs/engines.md), and fast otherwise: its first line says which, and why."""
     sampler_tensor_parallel: int = 1
     """With exact numerics: over how many GPUs the vLLM that samples splits the model. The trainer rounds the same parts
     of some sums. A run asks its engine."""

@@ -30,6 +30,8 @@ class Numerics(StrEnum):
     EXACT = "exact"
     """Logprobs of the same weights have the same bits (`unbroken.exactness`): from an embedded engine, on a CPU, in
     float32. Each row then has its own lane, and a step whose logprobs differ ends the run."""
+    AUTO = "auto"
+    """Of a run, which chooses one of the two when it begins: engines and trainers have no such numerics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

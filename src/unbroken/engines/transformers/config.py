@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,3 +41,15 @@ class TransformersEngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInputError(f"{name} must be >= 1, got {value}")
+
+
+def parse_words(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of `unbroken serve --engine transformers`; ends the command for one that is wrong."""
+    parser = argparse.ArgumentParser(prog="unbroken serve --engine transformers", add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device")
+    parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
+    parser.add_argument("--context-length", "--max-model-len", type=int)
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
+    parser.add_argument("--numerics", choices=[Numerics.FAST, Numerics.EXACT], default=Numerics.FAST)
+    return parser.parse_args(list(words))

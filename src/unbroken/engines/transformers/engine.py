@@ -9,7 +9,6 @@ Callers only ever wait for answers: the model runs in the worker thread and nowh
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import threading
 import time
@@ -40,7 +39,7 @@ from unbroken.engines.checks import (
 )
 from unbroken.engines.registry import EngineOptions
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
-from unbroken.engines.transformers.config import TransformersEngineConfig
+from unbroken.engines.transformers.config import TransformersEngineConfig, parse_words
 from unbroken.engines.transformers.forward import SlotForward, check_layers, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
@@ -527,17 +526,11 @@ def _check_device(name: str) -> None:
 
 
 def _load_engine(options: EngineOptions) -> TransformersEngine:
-    parser = argparse.ArgumentParser(prog="unbroken serve --engine transformers", add_help=False, allow_abbrev=False)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
-    parser.add_argument("--context-length", "--max-model-len", type=int)
-    parser.add_argument("--enable-return-routed-experts", action="store_true")
-    parser.add_argument("--numerics", choices=list(Numerics), default=Numerics.FAST)
-    arguments = parser.parse_args(list(options.words))
+    arguments = parse_words(options.words)
+    device = arguments.device if arguments.device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     auto: Any = AutoModelForCausalLM if options.image_processor is None else AutoModelForImageTextToText
-    _check_device(arguments.device)
-    model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
+    _check_device(device)
+    model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(device)
     return TransformersEngine(
         model,
         config=TransformersEngineConfig(

@@ -312,7 +312,7 @@ def _vocab_size(llm: AsyncLLM) -> int:
 async def open_engine(options: EngineOptions) -> VllmEngine:
     """Start vLLM for `unbroken serve`, with any of vLLM's own options."""
     parser = argparse.ArgumentParser(prog="unbroken serve --engine vllm", add_help=False, allow_abbrev=False)
-    parser.add_argument("--numerics", type=Numerics, choices=list(Numerics), default=Numerics.FAST)
+    parser.add_argument("--numerics", type=Numerics, choices=[Numerics.FAST, Numerics.EXACT], default=Numerics.FAST)
     chosen, words = parser.parse_known_args(list(options.words))
     if not any(word.startswith(("--max-logprobs", "--max_logprobs")) for word in words):
         # vLLM's default is 20; TRL's client asks for 100 when it scores.

@@ -11,9 +11,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unbroken.errors import InvalidInputError
-from unbroken.rollout.agents.session import AgentSession
+
+if TYPE_CHECKING:  # the names of agents are options of the command line, which needs no rollouts
+    from unbroken.rollout.agents.session import AgentSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,143 @@
+"""`trainer.numerics = "auto"`: exact where exact numerics were measured to cost next to nothing, fast otherwise.
+
+A run chooses when it begins, says why in its first line, and writes the choice into `recipe.json` as if it had been
+given: so the run continues, and is verified, with what it began with, on whatever machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unbroken.errors import InvalidInputError
+from unbroken.runs.config import EngineKind, RunConfig
+from unbroken.runs.folder import read_trained_recipe
+from unbroken.runs.settings import describe
+from unbroken.types import Numerics
+
+_MAX_COST = 1.05
+"""Times the seconds of a step: what nobody sees. The goal for numerics that are exact without being asked for."""
+_FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+"""Whose logprobs were seen to have the same bits on a GPU (`tests/support/hopper_numerics.py`)."""
+_HEAD_SIZES = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What exact numerics cost; docs/engines.md shows these rows."""
+
+    engine: EngineKind
+    machine: str
+    trained: str
+    least: float
+    most: float
+    """Parameters of a model, in billions."""
+    cost: float
+    """Of a step, in times that of fast numerics; of several measurements the least."""
+
+    @property
+    def chosen(self) -> Numerics:
+        """What `auto` is there."""
+        return Numerics.EXACT if self.cost <= _MAX_COST else Numerics.FAST
+
+
+_CPU, _HOPPER = "a CPU", "a Hopper GPU"
+_MEASURED = (
+    _Measured(engine=EngineKind.EMBEDDED, machine=_CPU, trained="all weights", least=0, most=math.inf, cost=1.18),
+    _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="all weights", least=0.45, most=0.75, cost=1.04),
+    _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="LoRA", least=7, most=9, cost=1.21),
+)
+
+
+def choose_numerics(config: RunConfig, *, continues: bool | None = None) -> tuple[RunConfig, str]:
+    """The config with the numerics of a run, and the line that says why it has these; "" if they were given.
+
+    A run that has begun keeps what its folder says: with `continues` always (the first process has just written it),
+    with None only if it has trained a step, and with False never.
+    """
+    if config.trainer.numerics is not Numerics.AUTO:
+        return config, ""
+    stored = None if continues is False else read_trained_recipe(config.output, begins=bool(continues))
+    known = stored and stored.settings.get("trainer.numerics")
+    if known in (Numerics.FAST, Numerics.EXACT):
+        chosen, why = Numerics(known), "as the run in this folder began"
+    else:
+        chosen, why = _choose(config)
+    return _with_numerics(config, chosen), f"numerics: {chosen} (trainer.numerics auto: {why})"
+
+
+def _with_numerics(config: RunConfig, numerics: Numerics) -> RunConfig:
+    return replace(config, trainer=replace(config.trainer, numerics=numerics))
+
+
+def _choose(config: RunConfig) -> tuple[Numerics, str]:
+    try:
+        _with_numerics(config, Numerics.EXACT)
+    except InvalidInputError as error:
+        return Numerics.FAST, str(error).removesuffix(", got exact")
+    machine = _find_machine()
+    rows = [row for row in _MEASURED if (row.engine, row.machine) == (config.engine.kind, machine)]
+    if not rows:
+        return Numerics.FAST, f"exact ones were not measured with engine.kind {config.engine.kind} on {machine}"
+    if all(row.chosen is Numerics.FAST for row in rows):
+        return Numerics.FAST, _describe_cost(rows[0])
+    model = describe(config).get("model")
+    if not isinstance(model, str):
+        return Numerics.FAST, "the recipe names no model before it runs"
+    return _choose_for_model(config, machine, model)
+
+
+def _find_machine() -> str:
+    import torch
+
+    from unbroken.runs.processes import uses_cpu
+
+    if uses_cpu():
+        return _CPU
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return _HOPPER if is_hopper else "another device than a CPU and a Hopper GPU"
+
+
+def _choose_for_model(config: RunConfig, machine: str, model: str) -> tuple[Numerics, str]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from unbroken.runs.models import load_config
+
+    loaded = load_config(model, config.model_settings)
+    if loaded is None:
+        return Numerics.FAST, f"{model} has no config that can be read"
+    if (why := _find_unmeasured(loaded)) is not None:
+        return Numerics.FAST, why
+    with torch.device("meta"):
+        billions = AutoModelForCausalLM.from_config(loaded).num_parameters() / 1e9
+    return _decide(config.engine.kind, machine, has_lora=config.lora is not None, billions=billions)
+
+
+def _find_unmeasured(model_config: Any) -> str | None:
+    """What of a model was not seen to have the same bits; None if all of it was."""
+    from unbroken.decoder_config import DecoderConfig
+
+    decoder, family = DecoderConfig(model_config), model_config.model_type
+    if family not in _FAMILIES:
+        return f"of the family {family} nothing was measured, only of {', '.join(_FAMILIES)}"
+    if decoder.window is not None or decoder.layer_kinds - {"full_attention"}:
+        return "a model with sliding windows has other bits"
+    if decoder.head_size not in _HEAD_SIZES:
+        return f"heads of {decoder.head_size} have other bits than those of {', '.join(map(str, _HEAD_SIZES))}"
+    return None
+
+
+def _describe_cost(row: _Measured) -> str:
+    return f"on {row.machine} exact ones cost {row.cost:.2f} times the time of a step, and may cost {_MAX_COST:.2f}"
+
+
+def _decide(engine: EngineKind, machine: str, *, has_lora: bool, billions: float) -> tuple[Numerics, str]:
+    """What the table says of a model of a measured family."""
+    trained = "LoRA" if has_lora else "all weights"
+    for row in _MEASURED:
+        found = (row.engine, row.machine, row.trained) == (engine, machine, trained)
+        if found and row.least <= billions <= row.most:
+            return row.chosen, _describe_cost(row)
+    return Numerics.FAST, f"exact ones were not measured with {trained} of {billions:.2f}B parameters on {machine}"

@@ -1,0 +1,102 @@
+"""`trainer.numerics = "auto"`: what a run chooses, says, writes down, and keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import MistralConfig, Qwen3Config, Qwen3MoeConfig
+
+from unbroken.runs.chosen_numerics import _HOPPER, _MEASURED, _decide, _find_unmeasured, choose_numerics
+from unbroken.runs.config import EngineKind, RunConfig
+from unbroken.runs.folder import claim_folder
+from unbroken.runs.settings import build, describe, section_of
+from unbroken.types import Numerics
+
+PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+
+
+def make_config(output: Path, **settings) -> RunConfig:
+    own = {"output": output, "loop.num_steps": 1, "trainer.numerics": Numerics.AUTO}
+    return build(section_of(RunConfig), {**own, **{name.replace("__", "."): value for name, value in settings.items()}})
+
+
+def test_the_page_has_the_table_by_which_a_run_chooses():
+    lines = PAGE.read_text("utf-8").partition("### auto")[2].splitlines()
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    sizes = ["any" if row.most == math.inf else f"{row.least:g}B to {row.most:g}B" for row in _MEASURED]
+    assert shown == [
+        [row.engine, row.machine, row.trained, size, f"{row.cost:.2f}", row.chosen]
+        for row, size in zip(_MEASURED, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("has_lora", "billions", "chosen", "why"),
+    [
+        (False, 0.6, Numerics.EXACT, "1.04 times"),
+        (True, 8.0, Numerics.FAST, "1.21 times"),
+        (False, 8.0, Numerics.FAST, "not measured with all weights of 8.00B"),
+        (True, 0.6, Numerics.FAST, "not measured with LoRA of 0.60B"),
+    ],
+)
+def test_a_measured_model_is_exact_where_that_costs_little(has_lora, billions, chosen, why):
+    found, reason = _decide(EngineKind.COLOCATED, _HOPPER, has_lora=has_lora, billions=billions)
+    assert found is chosen
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("model_config", "why"),
+    [
+        (Qwen3Config(), None),
+        (Qwen3MoeConfig(), "of the family qwen3_moe nothing was measured"),
+        (MistralConfig(sliding_window=64), "sliding windows"),
+        (Qwen3Config(head_dim=96), "heads of 96"),
+    ],
+)
+def test_a_model_that_was_not_seen_to_have_the_same_bits_is_named(model_config, why):
+    found = _find_unmeasured(model_config)
+    assert found is None if why is None else why in (found or "")
+
+
+def test_on_a_cpu_a_run_is_fast_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    config, said = choose_numerics(make_config(tmp_path))
+    assert config.trainer.numerics is Numerics.FAST
+    assert said.startswith("numerics: fast (trainer.numerics auto: on a CPU exact ones cost 1.18 times")
+
+
+def test_a_setting_that_exact_numerics_do_not_go_with_makes_a_run_fast(tmp_path):
+    config, said = choose_numerics(make_config(tmp_path, trainer__compile=True))
+    assert config.trainer.numerics is Numerics.FAST
+    assert "must be fast with compile = True" in said
+
+
+def test_numerics_that_are_given_are_kept_and_nothing_is_said(tmp_path):
+    config = make_config(tmp_path, trainer__numerics=Numerics.EXACT)
+    assert choose_numerics(config) == (config, "")
+
+
+def test_a_run_continues_with_what_it_chose_and_one_that_trained_nothing_chooses_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    config = make_config(tmp_path)
+    began = replace(config, trainer=replace(config.trainer, numerics=Numerics.EXACT))
+    claim_folder(tmp_path, "task", describe(began))
+    assert choose_numerics(config)[0].trainer.numerics is Numerics.FAST
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
+    again, said = choose_numerics(config)
+    assert again == began
+    assert said == "numerics: exact (trainer.numerics auto: as the run in this folder began)"
+    claim_folder(tmp_path, "task", describe(again))
+
+
+def test_other_processes_take_what_the_first_has_written(tmp_path):
+    config = make_config(tmp_path)
+    began = replace(config, trainer=replace(config.trainer, numerics=Numerics.EXACT))
+    claim_folder(tmp_path, "task", describe(began))
+    assert choose_numerics(config, continues=True)[0] == began
