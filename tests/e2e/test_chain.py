@@ -64,8 +64,15 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
 
 
-def read_rollouts(output: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    return {key: list(read_records(path)) for key, path in find_records(output / "rollouts").items()}
+def read_rollouts(output: Path) -> dict[tuple[int, int], Any]:
+    return {key: list(map(drop_times, read_records(path))) for key, path in find_records(output / "rollouts").items()}
+
+
+def drop_times(value: Any) -> Any:
+    """A part of a record without seconds, and without the path of the model, which lies in the chain's folder."""
+    if isinstance(value, dict):
+        return {name: drop_times(each) for name, each in value.items() if not name.endswith("_s") and name != "model"}
+    return [drop_times(each) for each in value] if isinstance(value, list) else value
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import PreTrainedModel
 
@@ -84,7 +83,7 @@ POINTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "start": (Trainer, "__init__", _after),
     "sample": (TransformersEngine, "sample", _before),
     "teacher": (TrainerBackend, "teacher_logprobs", _after),
-    "update": (torch.optim.Optimizer, "step", _before),
+    "update": (TrainerBackend, "optimizer_step", _before),  # there is a gradient
     "write": (FileSystemWriter, "write_data", _after),  # the tensors of a checkpoint, and not yet its name
     "finish": (FileSystemWriter, "finish", _after),
     "publish": (InProcessPublisher, "publish", _before),
@@ -104,6 +103,7 @@ def train(*, folder: str, words: list[str], kill: Kill | None) -> None:
 
         def reach() -> None:
             if next(counts, None) == kill.count:
+                print(f"killed: {kill}", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(owner, name, change(getattr(owner, name), reach))

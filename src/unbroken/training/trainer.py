@@ -129,6 +129,7 @@ class Trainer:
             images=images,
             reference=reference,
             teachers=None if teachers is None else teachers.models,
+            num_top=0 if teachers is None else teachers.top_k,
         )
         self._teachers = teachers
         self._config = config
@@ -482,7 +483,9 @@ class Trainer:
         scored = {name: iter(of_teacher) for name, of_teacher in self.backend.teacher_logprobs(rows).items()}
         with self.fail_together():
             return [
-                None if task is None else attach_scores(sample, task, next(scored[task.teacher]))
+                None
+                if task is None
+                else attach_scores(sample, task, next(scored[task.teacher]), vocab_size=self.backend.vocab_size)
                 for sample, task in zip(samples, tasks, strict=True)
             ]
 
@@ -490,8 +493,14 @@ class Trainer:
         """What each teacher says of the step's rows, each counted once, whatever the number of iterations."""
         names = () if self._teachers is None else self._teachers.models
         rows = {id(row): row for minibatch in minibatches for row in minibatch.rows}.values()
-        asked = [(row.teacher.teacher, row.teacher_gaps) for row in rows if row.teacher is not None]
-        return {name: TeacherSums.of(gaps for teacher, gaps in asked if teacher == name) for name in names}
+        asked = [(row.teacher.teacher, row.teacher_gaps, row.teacher_masses) for row in rows if row.teacher is not None]
+        return {
+            name: TeacherSums.of(
+                (gaps for teacher, gaps, _ in asked if teacher == name),
+                (masses for teacher, _, masses in asked if teacher == name),
+            )
+            for name in names
+        }
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         if self._recomputes and not self._has_own_old_logprobs:
