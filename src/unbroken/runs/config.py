@@ -204,6 +204,11 @@ class TeacherConfig:
             each.partition("://")[2].rstrip("/") if is_address(each) else Path(each).name for each in self.models
         )
 
+    @property
+    def needs_all_ids(self) -> bool:
+        """Whether the policy must sample from the whole vocabulary, because the teacher does not know what was kept."""
+        return self.prompt is not None or self.top_k > 0 or any(map(is_address, self.models))
+
 
 def is_address(model: str) -> bool:
     """Whether a teacher is at a server."""
@@ -588,9 +593,6 @@ class RunConfig:
                     f"trainer.teacher_weight must be left out without teacher.models, got {self.trainer.teacher_weight}"
                 )
             return
-        needs_whole = (
-            self.teacher.prompt is not None or self.teacher.top_k > 0 or any(map(is_address, self.teacher.models))
-        )
         rules: Sequence[tuple[str, bool, str]] = (
             (
                 "teacher.models",
@@ -605,9 +607,9 @@ class RunConfig:
             ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
             (
                 "rollouts.sampling",
-                self.rollouts.sampling.truncates and needs_whole,
-                "without top_k, top_p and min_p with teacher.prompt, teacher.top_k or a teacher at a server, whose "
-                "logprobs are of all ids",
+                self.rollouts.sampling.truncates and self.teacher.needs_all_ids,
+                "without top_k, top_p and min_p with teacher.prompt, teacher.top_k or a teacher at a server: they need the "
+                "logprobs of all ids",
             ),
             (
                 "rollouts.limits.thinking_tokens",

@@ -84,7 +84,7 @@ from unbroken.training.state import (
     read_state,
     write_state,
 )
-from unbroken.training.teachers import RowScorer, check_teacher_rows
+from unbroken.training.teachers import RowScorer, Teachers, check_teacher_rows
 from unbroken.types import Logprobs, Numerics, TopLogprobs, TrainingSample
 from unbroken.weights.sources import WeightStream
 
@@ -103,18 +103,15 @@ class TrainerBackend:
         accelerator: Accelerator,
         images: ImageProcessor | None = None,
         reference: Any | Reference | None = None,
-        teachers: Mapping[str, Any] | None = None,
-        num_top: int = 0,
+        teachers: Teachers | None = None,
     ) -> None:
-        """Take over `model`, `reference` and `teachers`, as `Trainer` does, which has checked them (`check_parts`).
-        Teachers give `num_top` of their most likely ids.
-        """
+        """Take over `model`, `reference` and `teachers`, as `Trainer` does, which has checked them (`check_parts`)."""
         self.accelerator = accelerator
         self.num_updates = 0
         """Updates of the weights, in all steps."""
         self._config = config
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
-        self._num_top = num_top
+        self._asked = teachers
         self._routers = self._find_routers(model)
         self._let_checkpoint(model)
         policy = self._logprobs_of(model, self._routers)
@@ -128,9 +125,7 @@ class TrainerBackend:
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             self._reference = self._freeze(reference)
-        self.vocab_size = policy.vocab_size
-        """Number of ids that the model has embeddings for."""
-        self._teachers = self._take_teachers(teachers)
+        self._teachers = self._take_teachers(teachers, vocab_size=policy.vocab_size)
         self._wrapped: Any
         self.optimizer: Any
         optimizer = make_optimizer(policy, config.optimizer, accelerator.device)
@@ -146,6 +141,16 @@ class TrainerBackend:
         self._prepare_passes()
         if reference is Reference.BASE:
             self._reference = BasePolicy(self.policy, model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the model has embeddings for."""
+        return self.policy.vocab_size
+
+    @property
+    def _num_top(self) -> int:
+        """How many of their most likely ids the teachers give."""
+        return 0 if self._asked is None else self._asked.top_k
 
     @property
     def is_sharded(self) -> bool:
@@ -521,13 +526,13 @@ class TrainerBackend:
         logprobs = self._logprobs_of(frozen, routers)
         return logprobs if self.is_sharded else logprobs.to(self.accelerator.device)
 
-    def _take_teachers(self, teachers: Mapping[str, Any] | None) -> dict[str, PolicyLogprobs | RowScorer]:
+    def _take_teachers(self, teachers: Teachers | None, *, vocab_size: int) -> dict[str, PolicyLogprobs | RowScorer]:
         """Freeze the teachers that are models; in one order in all processes, which ask them together."""
         taken: dict[str, PolicyLogprobs | RowScorer] = {}
-        for name, teacher in sorted((teachers or {}).items()):
+        for name, teacher in sorted(({} if teachers is None else teachers.models).items()):
             taken[name] = each = teacher if isinstance(teacher, RowScorer) else self._freeze(teacher)
             if isinstance(each, PolicyLogprobs):
-                each.num_top, each.top_below = self._num_top, min(self.vocab_size, each.vocab_size)
+                each.num_top, each.top_below = self._num_top, min(vocab_size, each.vocab_size)
         return taken
 
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:

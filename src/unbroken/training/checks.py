@@ -161,30 +161,20 @@ def check_teachers(teachers: Teachers | None, model: Any, config: TrainerConfig)
     for teacher in () if teachers is None else teachers.models.values():
         if not isinstance(teacher, RowScorer):
             _check_not_shared(teacher, model, name="a teacher")
-    if teachers is None or not teachers.top_k:
-        return
-    rules = (
-        (
-            "shared_prefixes",
-            config.shared_prefixes,
-            config.shared_prefixes is not SharedPrefixes.ALWAYS,
-            "auto or never",
-        ),
-        (
-            "parallel",
-            config.parallel,
-            config.parallel.num_same_rows == 1 and not config.parallel.is_sharded,
-            "left out",
-        ),
-        (
-            "top_k",
-            teachers.top_k,
-            teachers.top_k <= (size := model.config.get_text_config().vocab_size),
-            f"<= {size}, all ids",
-        ),
-    )
-    for name, value, is_possible, rule in rules:
-        if not is_possible:
+    if teachers is not None and teachers.top_k:
+        _check_top_k(teachers.top_k, model, config)
+
+
+def _check_top_k(top_k: int, model: Any, config: TrainerConfig) -> None:
+    """Raise `InvalidInputError` for what cannot be scored at several ids of each place, or beyond the vocabulary."""
+    size: int = model.config.get_text_config().vocab_size
+    has_parts = config.parallel.num_same_rows > 1 or config.parallel.is_sharded
+    for name, value, is_refused, rule in (
+        ("shared_prefixes", config.shared_prefixes, config.shared_prefixes is SharedPrefixes.ALWAYS, "auto or never"),
+        ("parallel", config.parallel, has_parts, "left out"),
+        ("top_k", top_k, top_k > size, f"<= {size}, all ids"),
+    ):
+        if is_refused:
             raise InvalidInputError(f"{name} must be {rule} with a teacher's most likely ids (top_k), got {value}")
 
 

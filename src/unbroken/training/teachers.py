@@ -9,7 +9,7 @@ A teacher sees a row's own ids, or another prompt before the same completion. Wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -110,10 +110,9 @@ class TeacherSums(Sums):
     """Of the probability that the teacher gives to its most likely ids together, with `Teachers.top_k`."""
 
     @classmethod
-    def of(cls, gaps: Iterable[NDArray[np.float64]], masses: Iterable[NDArray[np.float64]] = ()) -> TeacherSums:
-        """Of rows, by logprob - teacher's logprob at each of their loss tokens, and the `masses` of its top ids."""
-        gaps_N, masses_N = (np.concatenate([np.zeros(0), *each]) for each in (gaps, masses))
-        return cls(len(gaps_N), float(gaps_N.sum()), int((gaps_N > 0).sum()), float(masses_N.sum()))
+    def of(cls, gaps: NDArray[np.float64], masses: NDArray[np.float64]) -> TeacherSums:
+        """Of a row, by logprob - teacher's logprob at each of its loss tokens, and the `masses` of its top ids."""
+        return cls(len(gaps), float(gaps.sum()), int((gaps > 0).sum()), float(masses.sum()))
 
 
 def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:

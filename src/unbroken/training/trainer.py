@@ -128,8 +128,7 @@ class Trainer:
             accelerator=accelerator,
             images=images,
             reference=reference,
-            teachers=None if teachers is None else teachers.models,
-            num_top=0 if teachers is None else teachers.top_k,
+            teachers=teachers,
         )
         self._teachers = teachers
         self._config = config
@@ -493,14 +492,11 @@ class Trainer:
         """What each teacher says of the step's rows, each counted once, whatever the number of iterations."""
         names = () if self._teachers is None else self._teachers.models
         rows = {id(row): row for minibatch in minibatches for row in minibatch.rows}.values()
-        asked = [(row.teacher.teacher, row.teacher_gaps, row.teacher_masses) for row in rows if row.teacher is not None]
-        return {
-            name: TeacherSums.of(
-                (gaps for teacher, gaps, _ in asked if teacher == name),
-                (masses for teacher, _, masses in asked if teacher == name),
-            )
-            for name in names
-        }
+        sums = dict.fromkeys(names, TeacherSums())
+        for row in rows:
+            if row.teacher is not None:
+                sums[row.teacher.teacher] += TeacherSums.of(row.teacher_gaps, row.teacher_masses)
+        return sums
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         if self._recomputes and not self._has_own_old_logprobs:

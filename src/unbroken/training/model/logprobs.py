@@ -90,6 +90,10 @@ NUM_PROBE_IDS = 8
 class PolicyLogprobs(nn.Module):
     """A causal LM as a module that returns logprobs, so that DDP and FSDP2 wrap the whole computation."""
 
+    num_top: int = 0
+    """How many of the most likely ids below `top_below` are scored beside the rows' own, for a teacher."""
+    top_below: int = 0
+
     def __init__(
         self,
         model: Any,
@@ -157,10 +161,6 @@ class PolicyLogprobs(nn.Module):
         """What the nodes of a tree are attended with; None: each row is computed whole."""
         self.sequence: SequenceGroup | None = None
         """The processes that share the ids of each lane; None: each has its own rows."""
-        self.num_top = 0
-        """How many of the most likely ids, below `top_below`, `forward` scores too where it gets no targets: for a
-        teacher."""
-        self.top_below = self.vocab_size
         self.layout = RowLayout.PADDED if is_exact else _choose_layout(causal, packing, has_images=images is not None)
 
     @property
@@ -208,14 +208,10 @@ class PolicyLogprobs(nn.Module):
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
             places = mask_BT[:, 1:].nonzero(as_tuple=True)
             own_N = token_ids_BT[:, 1:][places]
-            if targets is None and self.num_top:
-                scores = self._score_top(hidden_BTD, places, own_N, temperature)
-            elif targets is None:
-                scores = self._score_at(hidden_BTD, places, own_N, temperature, entropy, kept)
-            elif targets.is_beside:
-                scores = self._score_beside(hidden_BTD, places, own_N, targets.ids_N, temperature, entropy)
+            if targets is not None or self.num_top:
+                scores = self._score_others(hidden_BTD, places, own_N, targets, temperature, entropy)
             else:
-                scores = self._score_targets(hidden_BTD, places, targets, temperature)
+                scores = self._score_at(hidden_BTD, places, own_N, temperature, entropy, kept)
             if counted_BT is not None and router_logits is not None:
                 if self.sequence is not None:
                     counted_BT = self.sequence.split(counted_BT[:, :-1])
@@ -363,6 +359,22 @@ class PolicyLogprobs(nn.Module):
         own_ND = hidden_BTD[lanes_N[is_own_N], ids_N[is_own_N] % length]
         own_kept = None if kept is None else kept.pick(is_own_N)
         return self.sequence.gather(self._score(own_ND, targets_N[is_own_N], temperature, entropy, own_kept), owners_N)
+
+    def _score_others(
+        self,
+        hidden_BTD: torch.Tensor,
+        places: tuple[torch.Tensor, ...],
+        own_N: torch.Tensor,
+        targets: Targets | None,
+        temperature: float,
+        entropy: Entropy,
+    ) -> TokenScores:
+        """The scores of targets, in place of the rows' own ids or beside them; without any, of the most likely ids."""
+        if targets is None:
+            return self._score_top(hidden_BTD, places, own_N, temperature)
+        if targets.is_beside:
+            return self._score_beside(hidden_BTD, places, own_N, targets.ids_N, temperature, entropy)
+        return self._score_targets(hidden_BTD, places, targets, temperature)
 
     def _score_beside(
         self,

@@ -276,10 +276,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         Only a trajectory whose siblings all sampled nothing keeps its advantage.
         """
         if config.teacher_weight is not None:
-            tops = [row.teacher.top for rows in scored for row in rows if row.teacher is not None]
-            if number := max((top.token_ids.shape[1] for top in tops if top is not None), default=0):
-                return [[_add_teacher_ids(row, number) for row in rows] for rows in scored]
-            return [[_subtract_teacher(row, config.teacher_weight) for row in rows] for rows in scored]
+            return _add_teachers(scored, config.teacher_weight)
         by_group: dict[str, list[int]] = {}
         for index, unit in enumerate(units):
             assert isinstance(unit, TrajectoryRows), "check_units asks for it"
@@ -481,6 +478,15 @@ def _subtract_distance(
         )
         distance += float(kl_penalty(config.kl.estimator, old_N, reference_N, old_N).sum())
     return unit.reward - config.kl_weight * distance
+
+
+def _add_teachers(scored: Sequence[Sequence[ScoredRow]], weight: float) -> list[list[ScoredRow]]:
+    """The rows with what their teachers say: in the advantages, or if they gave their most likely ids, as targets."""
+    teachers = [row.teacher for rows in scored for row in rows]
+    sizes = {each.top.token_ids.shape[1] for each in teachers if each is not None and each.top is not None}
+    if sizes:
+        return [[_add_teacher_ids(row, max(sizes)) for row in rows] for rows in scored]
+    return [[_subtract_teacher(row, weight) for row in rows] for rows in scored]
 
 
 def _subtract_teacher(row: ScoredRow, weight: float) -> ScoredRow:
