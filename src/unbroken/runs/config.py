@@ -608,8 +608,8 @@ class RunConfig:
             (
                 "rollouts.sampling",
                 self.rollouts.sampling.truncates and self.teacher.needs_all_ids,
-                "without top_k, top_p and min_p with teacher.prompt, teacher.top_k or a teacher at a server: they need the "
-                "logprobs of all ids",
+                "without top_k, top_p and min_p with teacher.prompt, teacher.top_k or a teacher at a server, where "
+                "nobody is told what was kept",
             ),
             (
                 "rollouts.limits.thinking_tokens",
