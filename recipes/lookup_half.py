@@ -1,8 +1,9 @@
 """Distil into half the width: a small student imitates, then learns from a model that was trained on the demo's task.
 
-    unbroken train recipes/lookup_supervised.py      # the teacher: a warm start by demonstrations, then rewards
+    unbroken train recipes/lookup_supervised.py &&   # the teacher: a warm start by demonstrations, then rewards
     unbroken train recipes/lookup_half.py            # the student: the same demonstrations, then its teacher alone
 
+Killed anywhere, the same two lines continue.
 The student has the teacher's tokenizer and layers of half the width, so a third of its weights. On-policy distillation
 teaches only what a student samples now and then: a random one is warmed up first, here by a drill in copying and by
 `warm_start`. The task is in `src/unbroken/demo/lookup.py`.

@@ -18,6 +18,7 @@ from typing import Any
 
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import LookupTask, answer_text, lookup_problems, tool_schemas
+from unbroken.reports import write_file
 from unbroken.runs.config import WarmStartConfig
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import DataName
@@ -72,7 +73,8 @@ def write_inputs(config: Config, data: Path) -> None:
         write_warm_model(config.model, replace(config.warm_up, num_demo_steps=0), seed=config.seed)
     if not data.exists():
         rng = random.Random(config.seed)
-        data.write_text("".join(json.dumps(demonstrate(rng)) + "\n" for _ in range(NUM_DEMONSTRATIONS)), "utf-8")
+        # Whole or not at all: the next start would train on the half that a kill had left.
+        write_file(data, "".join(json.dumps(demonstrate(rng)) + "\n" for _ in range(NUM_DEMONSTRATIONS)))
 
 
 async def make_task(config: Config) -> Task:

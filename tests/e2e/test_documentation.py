@@ -207,7 +207,7 @@ def commands(text: str) -> list[list[str]]:
     """The words of each command `unbroken ...` in a block, without a launcher, variables, comments and pipes."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
-        line = re.sub(r"\s+#.*|^\$ ", "", line.split("; echo")[0]).partition(" | ")[0].removesuffix("&").strip()
+        line = re.sub(r"\s+#.*|^\$ ", "", line.split("; echo")[0]).partition(" | ")[0].rstrip("&").strip()
         launched = re.fullmatch(
             rf"(?:\w+=\S+ )*(?:(?:torchrun|accelerate launch) .*-m )?unbroken ({_COMMANDS})(?: (.*))?", line
         )

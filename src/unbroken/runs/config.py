@@ -177,6 +177,9 @@ class TeacherConfig:
     prompt: str | None = None
     """The column with the prompt that the teacher gets instead of the policy's, as text or messages: with a hint, or
     the answer. For one turn; null for the policy's own. Give it where the policy shall do without the hint later."""
+    top_k: int = 0
+    """Learn the teacher's distribution over its `top_k` most likely ids and all others together, instead of only how
+    likely it finds the sampled one: for a teacher whose choices the policy seldom samples. 0: the sampled ids."""
     api_key_file: Path | None = None
     """A file with the API key of teachers at servers, if they need one."""
 
@@ -189,6 +192,8 @@ class TeacherConfig:
             raise InvalidInputError(
                 f"column must be given exactly with several models, got {self.column!r} with {len(self.models)}"
             )
+        if self.top_k < 0:
+            raise InvalidInputError(f"top_k must be >= 0, got {self.top_k}")
         if self.api_key_file is not None and not any(map(is_address, self.models)):
             raise InvalidInputError("api_key_file must be left out without a server among models")
 
@@ -198,6 +203,11 @@ class TeacherConfig:
         return tuple(
             each.partition("://")[2].rstrip("/") if is_address(each) else Path(each).name for each in self.models
         )
+
+    @property
+    def needs_all_ids(self) -> bool:
+        """Whether the policy must sample from the whole vocabulary, because the teacher does not know what was kept."""
+        return self.prompt is not None or self.top_k > 0 or any(map(is_address, self.models))
 
 
 def is_address(model: str) -> bool:
@@ -597,10 +607,9 @@ class RunConfig:
             ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
             (
                 "rollouts.sampling",
-                self.rollouts.sampling.truncates
-                and (self.teacher.prompt is not None or any(map(is_address, self.teacher.models))),
-                "without top_k, top_p and min_p with teacher.prompt or a teacher at a server, which does not know what "
-                "was kept",
+                self.rollouts.sampling.truncates and self.teacher.needs_all_ids,
+                "without top_k, top_p and min_p with teacher.prompt, teacher.top_k or a teacher at a server, where "
+                "nobody is told what was kept",
             ),
             (
                 "rollouts.limits.thinking_tokens",

@@ -203,7 +203,7 @@ def read_recipe(folder: Path) -> _StoredRecipe:
 
 def read_trained_recipe(folder: Path, *, begins: bool) -> _StoredRecipe | None:
     """The recipe of the run in a folder that has trained a step, or that `begins`; None if there is no such run."""
-    if not (folder / _FILE).is_file() or (not begins and _has_trained_nothing(folder)):
+    if not (folder / RECIPE_FILE).is_file() or (not begins and _has_trained_nothing(folder)):
         return None
     return read_recipe(folder)
 

@@ -40,7 +40,7 @@ from unbroken.runs.models import load_model, load_model_renderer, locate
 from unbroken.runs.prompts.dataset import read_prompt
 from unbroken.training.model.pretrained import ADAPTER_CONFIG
 from unbroken.training.teachers import Teachers, TeacherTask
-from unbroken.types import Logprobs, ScoredSequence, TokenIds, TrainingSample, token_ids
+from unbroken.types import Logprobs, ScoredSequence, TokenIds, TopLogprobs, TrainingSample, token_ids
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
 if TYPE_CHECKING:
@@ -80,10 +80,11 @@ async def open_teachers(
         else:
             models[name] = _load(str(model), config, source, tokenizer)
             fix_rotary(models[name], context_length)
+    top_k = config.teacher.top_k
     if config.teacher.column is None and config.teacher.prompt is None:
-        return Teachers(models=models)
+        return Teachers(models=models, top_k=top_k)
     render = _make_render(config, source) if config.teacher.prompt is not None else None
-    return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), render))
+    return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), render), top_k=top_k)
 
 
 def _load(model: str, config: RunConfig, source: str | Path, tokenizer: Any) -> Any:
@@ -213,36 +214,39 @@ class _ServedTeacher:
             engine = portal.call(connect, [url])
             stack.callback(portal.call, engine.close)
             portal.call(_compare_tokenizer, url, key, tokenizer, engine.context_length)
-            # Of stock vLLM only temperature 1 has logprobs of a prompt: said before the first step.
-            temperature = config.rollouts.sampling.temperature
-            portal.call(partial(engine.score, token_ids(range(2)), temperature=temperature or 1.0))
+            # Of stock vLLM only temperature 1 has logprobs of a prompt, and as many as it allows: said before the first
+            # step.
+            temperature, num_top = config.rollouts.sampling.temperature or 1.0, config.teacher.top_k
+            portal.call(partial(engine.score, token_ids(range(2)), temperature=temperature, num_top_logprobs=num_top))
             return cls(url, engine, portal, stack.pop_all().close, config.loop.outages.wait_s)
 
-    def score(self, rows: Sequence[TrainingSample]) -> list[Logprobs]:
+    def score(self, rows: Sequence[TrainingSample], *, num_top: int = 0) -> list[tuple[Logprobs, TopLogprobs | None]]:
         """See `RowScorer`. A server that does not answer is waited for.
 
         Raises:
             OutageError: it did not answer for `loop.outages.wait_s`.
             EngineError: it refuses a row.
         """
-        return self._portal.call(self._score_all, rows)
+        return self._portal.call(self._score_all, rows, num_top)
 
-    async def _score_all(self, rows: Sequence[TrainingSample]) -> list[Logprobs]:
+    async def _score_all(
+        self, rows: Sequence[TrainingSample], num_top: int
+    ) -> list[tuple[Logprobs, TopLogprobs | None]]:
         limit = asyncio.Semaphore(_NUM_AT_ONCE)
 
-        async def score(row: TrainingSample) -> Logprobs:
+        async def score(row: TrainingSample) -> tuple[Logprobs, TopLogprobs | None]:
             async with limit:
-                return await self._score(row)
+                return await self._score(row, num_top)
 
         return list(await asyncio.gather(*map(score, rows)))
 
-    async def _score(self, row: TrainingSample) -> Logprobs:
+    async def _score(self, row: TrainingSample, num_top: int) -> tuple[Logprobs, TopLogprobs | None]:
         deadline_s = time.monotonic() + self._wait_s
         while True:
             try:
-                scored = await self._engine.score(row.token_ids, temperature=row.temperature)
+                scored = await self._engine.score(row.token_ids, temperature=row.temperature, num_top_logprobs=num_top)
                 self._is_waiting = False
-                return self._read(row, scored)
+                return self._read(row, scored), self._read_top(row, scored, num_top)
             except (ServerUnreachableError, ServerBusyError) as error:
                 if time.monotonic() >= deadline_s:
                     raise OutageError(
@@ -262,6 +266,19 @@ class _ServedTeacher:
                 "give one for each after the first"
             )
         return np.where(row.sampled_mask, logprobs, np.float32(np.nan))
+
+    def _read_top(self, row: TrainingSample, scored: ScoredSequence, num_top: int) -> TopLogprobs | None:
+        """[S, K] at the sampled ids; the first id of a row is never sampled (I2)."""
+        if not num_top:
+            return None
+        top, shape = scored.top_logprobs, (len(row.token_ids) - 1, num_top)
+        if top is None or top.token_ids.shape != shape:
+            raise EngineError(
+                f"the teacher at {self._url} must give most likely ids of the shape {shape} for {len(row.token_ids)} "
+                f"ids and teacher.top_k {num_top}, and gave {None if top is None else top.token_ids.shape}"
+            )
+        is_sampled = row.sampled_mask[1:]
+        return TopLogprobs(token_ids=top.token_ids[is_sampled], logprobs=top.logprobs[is_sampled])
 
 
 async def _compare_tokenizer(url: str, api_key: str | None, tokenizer: Any, context_length: int) -> None:

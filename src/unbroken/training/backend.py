@@ -84,8 +84,8 @@ from unbroken.training.state import (
     read_state,
     write_state,
 )
-from unbroken.training.teachers import RowScorer, check_teacher_rows
-from unbroken.types import Logprobs, Numerics, TrainingSample
+from unbroken.training.teachers import RowScorer, Teachers, check_teacher_rows
+from unbroken.types import Logprobs, Numerics, TopLogprobs, TrainingSample
 from unbroken.weights.sources import WeightStream
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class TrainerBackend:
         accelerator: Accelerator,
         images: ImageProcessor | None = None,
         reference: Any | Reference | None = None,
-        teachers: Mapping[str, Any] | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """Take over `model`, `reference` and `teachers`, as `Trainer` does, which has checked them (`check_parts`)."""
         self.accelerator = accelerator
@@ -111,6 +111,7 @@ class TrainerBackend:
         """Updates of the weights, in all steps."""
         self._config = config
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
+        self._asked = teachers
         self._routers = self._find_routers(model)
         self._let_checkpoint(model)
         policy = self._logprobs_of(model, self._routers)
@@ -124,9 +125,7 @@ class TrainerBackend:
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             self._reference = self._freeze(reference)
-        self._teachers = self._take_teachers(teachers)
-        self.vocab_size = policy.vocab_size
-        """Number of ids that the model has embeddings for."""
+        self._teachers = self._take_teachers(teachers, vocab_size=policy.vocab_size)
         self._wrapped: Any
         self.optimizer: Any
         optimizer = make_optimizer(policy, config.optimizer, accelerator.device)
@@ -142,6 +141,16 @@ class TrainerBackend:
         self._prepare_passes()
         if reference is Reference.BASE:
             self._reference = BasePolicy(self.policy, model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the model has embeddings for."""
+        return self.policy.vocab_size
+
+    @property
+    def _num_top(self) -> int:
+        """How many of their most likely ids the teachers give."""
+        return 0 if self._asked is None else self._asked.top_k
 
     @property
     def is_sharded(self) -> bool:
@@ -232,15 +241,18 @@ class TrainerBackend:
         assert self._reference is not None, "asked for only if `has_reference`"
         return [scores.logprobs for scores in self.passes.score(self._reference, samples)]
 
-    def teacher_logprobs(self, rows: Mapping[str, Sequence[TrainingSample]]) -> dict[str, list[Logprobs]]:
-        """As `logprobs`, of the rows of each teacher, by its name. Every process calls it, also without rows.
+    def teacher_logprobs(
+        self, rows: Mapping[str, Sequence[TrainingSample]]
+    ) -> dict[str, list[tuple[Logprobs, TopLogprobs | None]]]:
+        """As `logprobs`, of the rows of each teacher, by its name, and with `num_top` its most likely ids at each
+        sampled id, [S, num_top]. Every process calls it, also without rows.
 
         Raises:
             InvalidInputError: a teacher has no embedding for an id, or no place for a row.
             EngineError: one that is elsewhere does not answer.
             TrainingError: another process raised one of these.
         """
-        scored: dict[str, list[Logprobs]] = {}
+        scored: dict[str, list[tuple[Logprobs, TopLogprobs | None]]] = {}
         with self.fail_together():
             for name, teacher in self._teachers.items():
                 if isinstance(teacher, PolicyLogprobs):
@@ -248,10 +260,10 @@ class TrainerBackend:
                     check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=limit)
                 else:
                     check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=teacher.max_ids)
-                    scored[name] = teacher.score(rows[name])
+                    scored[name] = teacher.score(rows[name], num_top=self._num_top)
         for name, teacher in self._teachers.items():  # with the other processes, in the same order
             if isinstance(teacher, PolicyLogprobs):
-                scored[name] = [scores.logprobs for scores in self.passes.score(teacher, rows[name])]
+                scored[name] = [(scores.logprobs, scores.top) for scores in self.passes.score(teacher, rows[name])]
         return scored
 
     def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
@@ -514,22 +526,26 @@ class TrainerBackend:
         logprobs = self._logprobs_of(frozen, routers)
         return logprobs if self.is_sharded else logprobs.to(self.accelerator.device)
 
-    def _take_teachers(self, teachers: Mapping[str, Any] | None) -> dict[str, PolicyLogprobs | RowScorer]:
+    def _take_teachers(self, teachers: Teachers | None, *, vocab_size: int) -> dict[str, PolicyLogprobs | RowScorer]:
         """Freeze the teachers that are models; in one order in all processes, which ask them together."""
-        return {
-            name: each if isinstance(each, RowScorer) else self._freeze(each)
-            for name, each in sorted((teachers or {}).items())
-        }
+        taken: dict[str, PolicyLogprobs | RowScorer] = {}
+        for name, teacher in sorted(({} if teachers is None else teachers.models).items()):
+            taken[name] = each = teacher if isinstance(teacher, RowScorer) else self._freeze(teacher)
+            if isinstance(each, PolicyLogprobs):
+                each.num_top, each.top_below = self._num_top, min(vocab_size, each.vocab_size)
+        return taken
 
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
         counts = self._config.router_loss_weight > 0
+        # Equal ids of two rows may have other targets: a teacher sees another prompt, or scores only one of them.
+        is_alone = counts or self._num_top > 0
         return PolicyLogprobs(
             model,
             chunk_size=self._config.logprob_chunk_size,
             images=self._images,
             packing=self._config.packing,
             routers=routers,
-            shared_prefixes=SharedPrefixes.NEVER if counts else self._config.shared_prefixes,
+            shared_prefixes=SharedPrefixes.NEVER if is_alone else self._config.shared_prefixes,
             counts_choices=counts,
             numerics=Numerics.FAST if self._is_as_vllm else self._config.numerics,
         )

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError
-from unbroken.training.config import LoraUpdates, Reference, TrainerConfig
+from unbroken.training.config import LoraUpdates, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.model.adapters import check_adapter_alone, check_adapters, check_base
 from unbroken.training.model.sharding import check_sharding, get_part
 from unbroken.training.model.weights import gather_weights
@@ -150,7 +150,9 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool, follo
 
 
 def check_teachers(teachers: Teachers | None, model: Any, config: TrainerConfig) -> None:
-    """Raise `InvalidInputError` if teachers are missing or not used, or one shares a parameter with `model`."""
+    """Raise `InvalidInputError` if teachers are missing or not used, one shares a parameter with `model`, or
+    `Teachers.top_k` is not for it or the config.
+    """
     if (teachers is not None) != (config.teacher_weight is not None):
         raise InvalidInputError(
             "teachers must be given exactly with TrainerConfig.teacher_weight, got "
@@ -159,6 +161,21 @@ def check_teachers(teachers: Teachers | None, model: Any, config: TrainerConfig)
     for teacher in () if teachers is None else teachers.models.values():
         if not isinstance(teacher, RowScorer):
             _check_not_shared(teacher, model, name="a teacher")
+    if teachers is not None and teachers.top_k:
+        _check_top_k(teachers.top_k, model, config)
+
+
+def _check_top_k(top_k: int, model: Any, config: TrainerConfig) -> None:
+    """Raise `InvalidInputError` for what cannot be scored at several ids of each place, or beyond the vocabulary."""
+    size: int = model.config.get_text_config().vocab_size
+    has_parts = config.parallel.num_same_rows > 1 or config.parallel.is_sharded
+    for name, value, is_refused, rule in (
+        ("shared_prefixes", config.shared_prefixes, config.shared_prefixes is SharedPrefixes.ALWAYS, "auto or never"),
+        ("parallel", config.parallel, has_parts, "left out"),
+        ("top_k", top_k, top_k > size, f"<= {size}, all ids"),
+    ):
+        if is_refused:
+            raise InvalidInputError(f"{name} must be {rule} with a teacher's most likely ids (top_k), got {value}")
 
 
 def _check_copy(reference: Any, model: Any) -> None:

@@ -9,7 +9,7 @@ A teacher sees a row's own ids, or another prompt before the same completion. Wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.sums import Sums
-from unbroken.types import NO_VERSION, Logprobs, TokenIds, TrainingSample
+from unbroken.types import NO_VERSION, Logprobs, TokenIds, TopLogprobs, TrainingSample
 
 
 @runtime_checkable
@@ -31,8 +31,10 @@ class RowScorer(Protocol):
     max_ids: int | None
     """The longest row that it takes; None if there is no such bound."""
 
-    def score(self, rows: Sequence[TrainingSample]) -> list[Logprobs]:
-        """One array [T] per row: the logprob of each sampled id at the row's temperature, NaN elsewhere. Blocks."""
+    def score(self, rows: Sequence[TrainingSample], *, num_top: int = 0) -> list[tuple[Logprobs, TopLogprobs | None]]:
+        """Of each row [T] the logprob of each sampled id at the row's temperature, NaN elsewhere, and with `num_top`
+        the most likely ids at each of the S sampled ids, [S, num_top]. Blocks.
+        """
         ...
 
 
@@ -54,6 +56,9 @@ class TeacherLogprobs:
     """Its name."""
     logprobs: Logprobs
     """[T], NaN where the id was not sampled."""
+    top: TopLogprobs | None = None
+    """[S, K] its most likely ids at each sampled id, with `Teachers.top_k`; those that the policy does not have are
+    left out: id 0 with the logprob -inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +69,16 @@ class Teachers:
     """By name: models of transformers, which are frozen, and `RowScorer`s."""
     choose: Callable[[TrajectoryGroup], TeacherTask | None] | None = None
     """Who scores the trajectories of a group; None for nobody. Without it the only teacher scores all rows."""
+    top_k: int = 0
+    """The policy learns these most likely ids of a teacher at each sampled id; 0: from the sampled ids alone."""
 
     def __post_init__(self) -> None:
         if not self.models or (self.choose is None and len(self.models) > 1):
             raise InvalidInputError(
                 f"Teachers.models must hold exactly one teacher without `choose`, got {sorted(self.models)}"
             )
+        if self.top_k < 0:
+            raise InvalidInputError(f"Teachers.top_k must be >= 0, got {self.top_k}")
 
     @property
     def default_task(self) -> TeacherTask | None:
@@ -97,12 +106,13 @@ class TeacherSums(Sums):
     """Of logprob - teacher's logprob, by the old logprobs."""
     num_worse: int = 0
     """Tokens that the teacher finds less likely than the policy does."""
+    top_mass_sum: float = 0.0
+    """Of the probability that the teacher gives to its most likely ids together, with `Teachers.top_k`."""
 
     @classmethod
-    def of(cls, gaps: Iterable[NDArray[np.float64]]) -> TeacherSums:
-        """Of rows, by logprob - teacher's logprob at each of their loss tokens."""
-        gaps_N = np.concatenate([np.zeros(0), *gaps])
-        return cls(len(gaps_N), float(gaps_N.sum()), int((gaps_N > 0).sum()))
+    def of(cls, gaps: NDArray[np.float64], masses: NDArray[np.float64]) -> TeacherSums:
+        """Of a row, by logprob - teacher's logprob at each of its loss tokens, and the `masses` of its top ids."""
+        return cls(len(gaps), float(gaps.sum()), int((gaps > 0).sum()), float(masses.sum()))
 
 
 def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
@@ -156,25 +166,39 @@ def check_teacher_rows(name: str, rows: Sequence[TrainingSample], *, vocab_size:
             )
 
 
-def attach_scores(row: TrainingSample, task: TeacherTask, scored: Logprobs) -> TeacherLogprobs:
-    """A teacher's logprobs of its own row, at the places of the policy's.
+def attach_scores(
+    row: TrainingSample, task: TeacherTask, scored: tuple[Logprobs, TopLogprobs | None], *, vocab_size: int
+) -> TeacherLogprobs:
+    """A teacher's logprobs of its own row, at the places of the policy's, which has embeddings for `vocab_size` ids.
 
     Raises `TrainingError` if one of a sampled id is not finite: the distance would be infinite.
     """
     num_shared = len(row.token_ids) - int(row.sampled_mask.argmax())
     logprobs = np.full(len(row.token_ids), np.nan, dtype=np.float32)
-    logprobs[-num_shared:] = scored[-num_shared:]
+    logprobs[-num_shared:] = scored[0][-num_shared:]
     if not np.isfinite(logprobs[row.sampled_mask]).all():
         place = int(np.flatnonzero(row.sampled_mask & ~np.isfinite(logprobs))[0])
         raise TrainingError(
             f"teacher {task.teacher!r} gives id {row.token_ids[place]} at position {place} of {len(row.token_ids)} the "
             f"logprob {logprobs[place]}: the distance to it is infinite, and no update is made"
         )
-    return TeacherLogprobs(teacher=task.teacher, logprobs=logprobs)
+    top = scored[1]
+    if top is not None:
+        # An id without an embedding of the policy's counts with all the others, which it has no probability of either.
+        is_known = top.token_ids < vocab_size
+        top = TopLogprobs(
+            token_ids=np.where(is_known, top.token_ids, 0), logprobs=np.where(is_known, top.logprobs, -np.inf)
+        )
+    return TeacherLogprobs(teacher=task.teacher, logprobs=logprobs, top=top)
 
 
-def summarize_teachers(sums: Mapping[str, TeacherSums], *, num_tokens: int) -> dict[str, float | None]:
-    """The metrics of a step with `num_tokens` loss tokens; with several teachers also of each, without any none."""
+def summarize_teachers(
+    sums: Mapping[str, TeacherSums], *, num_tokens: int, forward_kl: float | None = None
+) -> dict[str, float | None]:
+    """The metrics of a step with `num_tokens` loss tokens; with several teachers also of each, without any none.
+
+    `forward_kl` is that of the step's updates, if they learned a teacher's most likely ids.
+    """
     if not sums:
         return {}
     whole = sum(sums.values(), TeacherSums())
@@ -183,6 +207,8 @@ def summarize_teachers(sums: Mapping[str, TeacherSums], *, num_tokens: int) -> d
         "teacher/worse_share": whole.num_worse / whole.num_tokens if whole.num_tokens else None,
         "teacher/token_share": whole.num_tokens / num_tokens,
     }
+    if forward_kl is not None:
+        found |= {"teacher/forward_kl": forward_kl, "teacher/top_mass": whole.top_mass_sum / whole.num_tokens}
     if len(sums) > 1:
         for name, each in sums.items():
             found[f"teacher/kl/{name}"] = each.kl_sum / each.num_tokens if each.num_tokens else None

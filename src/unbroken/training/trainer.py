@@ -128,7 +128,7 @@ class Trainer:
             accelerator=accelerator,
             images=images,
             reference=reference,
-            teachers=None if teachers is None else teachers.models,
+            teachers=teachers,
         )
         self._teachers = teachers
         self._config = config
@@ -482,7 +482,9 @@ class Trainer:
         scored = {name: iter(of_teacher) for name, of_teacher in self.backend.teacher_logprobs(rows).items()}
         with self.fail_together():
             return [
-                None if task is None else attach_scores(sample, task, next(scored[task.teacher]))
+                None
+                if task is None
+                else attach_scores(sample, task, next(scored[task.teacher]), vocab_size=self.backend.vocab_size)
                 for sample, task in zip(samples, tasks, strict=True)
             ]
 
@@ -490,8 +492,11 @@ class Trainer:
         """What each teacher says of the step's rows, each counted once, whatever the number of iterations."""
         names = () if self._teachers is None else self._teachers.models
         rows = {id(row): row for minibatch in minibatches for row in minibatch.rows}.values()
-        asked = [(row.teacher.teacher, row.teacher_gaps) for row in rows if row.teacher is not None]
-        return {name: TeacherSums.of(gaps for teacher, gaps in asked if teacher == name) for name in names}
+        sums = dict.fromkeys(names, TeacherSums())
+        for row in rows:
+            if row.teacher is not None:
+                sums[row.teacher.teacher] += TeacherSums.of(row.teacher_gaps, row.teacher_masses)
+        return sums
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         if self._recomputes and not self._has_own_old_logprobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -23,13 +24,15 @@ from support.served import save_tiny_model
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from support.slow_logprobs import slow_logprobs
 from unbroken.cli import main
+from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, OutageError
-from unbroken.runs.config import RunConfig, TeacherConfig
+from unbroken.runs.config import RolloutConfig, RunConfig, TeacherConfig
 from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.python_files import ModelName
 from unbroken.runs.settings import build, check_toml, section_of
 from unbroken.runs.teachers import open_teachers
 from unbroken.training.config import LoopConfig, OutageConfig
+from unbroken.types import SamplingParams
 
 ROWS = [
     {"prompt": "1 + 1?", "hint": "It is 2. 1 + 1?", "who": "other"},
@@ -103,6 +106,36 @@ def test_a_run_without_rewards_learns_from_the_teacher_of_each_row_and_is_verifi
     change_weights(folder / "other")
     assert main(make_words(folder, "--loop.num-steps=3")) != 0
     assert "other/model.safetensors must be" in capsys.readouterr().err
+    assert main(make_words(folder, "--loop.num-steps=3", "--teacher.models=itself,policy")) != 0
+    error = capsys.readouterr().err
+    assert re.search(r"teacher\.models must be \[.*other'\] as in the run in .*, got \[.*policy'\]", error), error
+
+
+def test_a_run_learns_the_most_likely_ids_of_a_teacher_and_is_verified(folder):
+    output = folder / "top"
+    assert main([*make_words(folder)[:-1], f"--output={output}", "--teacher.top-k=3"]) == 0
+    lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["teacher/forward_kl"] > 0 and 0 < line["teacher/top_mass"] < 1 for line in lines)
+    assert all(line["mismatch/equal_share"] == 1 for line in lines)
+    assert main(["verify", str(output)]) == 0
+
+
+async def test_a_server_gives_the_same_most_likely_ids_as_its_model_here(folder):
+    sample = replace(row([1, 2, 3, 7], sampled=[2, 3]), temperature=0.7)
+    model = AutoModelForCausalLM.from_pretrained(folder / "other")
+    config = make_config(folder, ["itself"], rollouts=RolloutConfig(sampling=SamplingParams(temperature=0.7)))
+    engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(folder / "other"))
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(listening(make_app(engine)))
+        config = replace(config, teacher=TeacherConfig(models=(ModelName(url),), top_k=3))
+        teachers = await open_teachers(stack, config, folder / "policy", context_length=256)
+        (scorer,) = teachers.models.values()
+        assert teachers.top_k == 3
+        ((_, found),) = await asyncio.to_thread(partial(scorer.score, [sample], num_top=3))
+    logits = model(input_ids=torch.tensor([[1, 2, 3, 7]])).logits[0, 1:3].detach() / 0.7
+    expected = torch.log_softmax(logits, -1).topk(3)
+    assert np.array_equal(found.token_ids, expected.indices.numpy())
+    assert found.logprobs == pytest.approx(expected.values.numpy(), rel=1e-5)
 
 
 async def open_one(folder: Path, *models: str, **changes: Any) -> Any:
@@ -158,7 +191,8 @@ async def test_a_server_scores_the_sampled_ids_and_its_death_is_said(folder):
             config = replace(config, teacher=served, loop=LoopConfig(num_steps=1, outages=OutageConfig(wait_s=0)))
             teachers = await open_teachers(stack, config, folder / "policy", context_length=256)
             (scorer,) = teachers.models.values()
-            (found,) = await asyncio.to_thread(scorer.score, [sample])
+            ((found, none),) = await asyncio.to_thread(scorer.score, [sample])
+        assert none is None
         assert np.array_equal(found, np.float32([np.nan, np.nan, -0.5, -0.5]), equal_nan=True)
         with pytest.raises(OutageError, match=r"did not score a row for 0 s .* the same command continues"):
             await asyncio.to_thread(partial(scorer.score, [sample]))
@@ -194,6 +228,11 @@ async def test_a_server_with_another_tokenizer_is_refused(folder):
         ({"teacher.models": ["a"], "loss": "gspo"}, "take gspo_token"),
         ({"teacher.models": ["a"], "images": True}, "images must be false with a teacher"),
         ({"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4}, "without top_k"),
+        (
+            {"teacher.models": ["a"], "teacher.top_k": 4, "rollouts.sampling.min_p": 0.1},
+            r"with teacher\.prompt, teacher\.top_k",
+        ),
+        ({"teacher.models": ["a"], "teacher.top_k": -1}, "top_k must be >= 0, got -1"),
         ({"teacher.models": ["a"], "trainer.routing_replay": True}, "routing_replay must be False with a teacher"),
         ({"teacher.models": ["a"], "trainer.kl_weight": 1.0, "trainer.kl.place": "reward"}, r"kl\.place must be loss"),
     ],

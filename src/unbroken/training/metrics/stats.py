@@ -54,6 +54,8 @@ class StepStats:
     """Estimate of KL(old policy || policy) over the step's updates."""
     reference_k3: float | None
     """Estimate of KL(policy || reference) over the step's updates; None without a reference."""
+    forward_kl: float | None = None
+    """Mean of KL(teacher || policy) over the teacher's most likely ids; None unless they were learned."""
     grad_norm: float
     """Before clipping, mean over the updates."""
     learning_rate: float
@@ -160,6 +162,7 @@ def merge_stats(
         mean_ratio=loss.mean_ratio,
         k3=loss.k3,
         reference_k3=loss.reference_k3 if has_reference else None,
+        forward_kl=loss.forward_kl,
         grad_norm=float(np.mean([update.grad_norm for update in updates])),
         learning_rate=updates[-1].learning_rate,
         entropy_weight=updates[-1].entropy_weight,
@@ -246,7 +249,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/mean_ratio": stats.mean_ratio,
         "train/k3": stats.k3,
         "train/reference_k3": stats.reference_k3,
-        **summarize_teachers(stats.teachers, num_tokens=stats.num_loss_tokens),
+        **summarize_teachers(stats.teachers, num_tokens=stats.num_loss_tokens, forward_kl=stats.forward_kl),
         "train/grad_norm": stats.grad_norm,
         "train/learning_rate": stats.learning_rate,
         "train/entropy_weight": stats.entropy_weight,

@@ -39,6 +39,8 @@ class RowTargets:
     """[L], where the loss depends on the logprobs."""
     values: Mapping[str, NDArray[np.float32]]
     """[L] or [L, K] by name, with the same names in all rows of a call."""
+    is_beside: bool = False
+    """Whether [L, K] ids are scored beside those of the row instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,16 @@ class ScoredRow:
         )
         gaps: NDArray[np.float64] = own - other
         return gaps
+
+    @property
+    def teacher_masses(self) -> NDArray[np.float64]:
+        """[L] the probability of the teacher's most likely ids together at each loss token; [0] if it gave none."""
+        assert self.teacher is not None, "asked for only of rows that a teacher has scored"
+        if self.teacher.top is None:
+            return np.zeros(0)
+        in_loss = self.sample.loss_mask[self.sample.sampled_mask]
+        masses: NDArray[np.float64] = np.exp(self.teacher.top.logprobs[in_loss].astype(np.float64)).sum(-1)
+        return masses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +236,7 @@ def _collate_targets(rows: Sequence[ScoredRow], device: torch.device) -> tuple[T
     ids_N = _concatenate([targets.ids for targets in found], device)
     trained_N = _concatenate([targets.trained for targets in found], device)
     values = {name: _concatenate([targets.values[name] for targets in found], device) for name in found[0].values}
-    return Targets(ids_N, trained_N), values
+    return Targets(ids_N, trained_N, found[0].is_beside), values
 
 
 def idle_batch(device: torch.device) -> Batch:

@@ -90,6 +90,10 @@ NUM_PROBE_IDS = 8
 class PolicyLogprobs(nn.Module):
     """A causal LM as a module that returns logprobs, so that DDP and FSDP2 wrap the whole computation."""
 
+    num_top: int = 0
+    """How many of the most likely ids below `top_below` are scored beside the rows' own, for a teacher."""
+    top_below: int = 0
+
     def __init__(
         self,
         model: Any,
@@ -203,10 +207,11 @@ class PolicyLogprobs(nn.Module):
                 router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
             places = mask_BT[:, 1:].nonzero(as_tuple=True)
-            if targets is None:
-                scores = self._score_at(hidden_BTD, places, token_ids_BT[:, 1:][places], temperature, entropy, kept)
+            own_N = token_ids_BT[:, 1:][places]
+            if targets is not None or self.num_top:
+                scores = self._score_others(hidden_BTD, places, own_N, targets, temperature, entropy)
             else:
-                scores = self._score_targets(hidden_BTD, places, targets, temperature)
+                scores = self._score_at(hidden_BTD, places, own_N, temperature, entropy, kept)
             if counted_BT is not None and router_logits is not None:
                 if self.sequence is not None:
                     counted_BT = self.sequence.split(counted_BT[:, :-1])
@@ -354,6 +359,53 @@ class PolicyLogprobs(nn.Module):
         own_ND = hidden_BTD[lanes_N[is_own_N], ids_N[is_own_N] % length]
         own_kept = None if kept is None else kept.pick(is_own_N)
         return self.sequence.gather(self._score(own_ND, targets_N[is_own_N], temperature, entropy, own_kept), owners_N)
+
+    def _score_others(
+        self,
+        hidden_BTD: torch.Tensor,
+        places: tuple[torch.Tensor, ...],
+        own_N: torch.Tensor,
+        targets: Targets | None,
+        temperature: float,
+        entropy: Entropy,
+    ) -> TokenScores:
+        """The scores of targets, in place of the rows' own ids or beside them; without any, of the most likely ids."""
+        if targets is None:
+            return self._score_top(hidden_BTD, places, own_N, temperature)
+        if targets.is_beside:
+            return self._score_beside(hidden_BTD, places, own_N, targets.ids_N, temperature, entropy)
+        return self._score_targets(hidden_BTD, places, targets, temperature)
+
+    def _score_beside(
+        self,
+        hidden_BTD: torch.Tensor,
+        places: tuple[torch.Tensor, ...],
+        own_N: torch.Tensor,
+        beside_N: torch.Tensor,
+        temperature: float,
+        entropy: Entropy,
+    ) -> TokenScores:
+        """The scores of the rows' own ids [N], and of others [N, K] at the same places."""
+        ids_N = torch.cat([own_N[:, None], beside_N], dim=1)
+        scores = self._score_at(hidden_BTD, places, ids_N, temperature, entropy, None)
+        return scores._replace(logprobs_N=scores.logprobs_N[:, 0], beside_N=scores.logprobs_N[:, 1:])
+
+    @torch.no_grad()
+    def _score_top(
+        self, hidden_BTD: torch.Tensor, places: tuple[torch.Tensor, ...], own_N: torch.Tensor, temperature: float
+    ) -> TokenScores:
+        """The scores of the rows' own ids, and of the most likely ones.
+
+        These are found first and then scored as a policy's targets are, so that equal models give equal bits.
+        """
+        weight_VD = self._head_weight()
+        found = [
+            self._logits(hidden_ND, weight_VD)[:, : self.top_below].topk(self.num_top).indices
+            for hidden_ND in torch.split(hidden_BTD[places], self._chunk_size)
+        ]
+        top_N = torch.cat(found)
+        scores = self._score_beside(hidden_BTD, places, own_N, top_N, temperature, Entropy.NONE)
+        return scores._replace(top_ids_N=top_N)
 
     def _score_targets(
         self, hidden_BTD: torch.Tensor, places: tuple[torch.Tensor, ...], targets: Targets, temperature: float

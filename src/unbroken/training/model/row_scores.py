@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -19,7 +19,7 @@ from unbroken.training.model.lanes import lay_out
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.routing import lay_out_experts
 from unbroken.training.model.scores import Entropy, TokenScores
-from unbroken.types import BoolMask, Logprobs, TrainingSample
+from unbroken.types import BoolMask, Logprobs, TopLogprobs, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class RowScores:
     """In nats, of the distribution that the id is from; NaN unless asked for, and where the id was not sampled."""
     ranks: NDArray[np.int32]
     """1 + the number of ids that are more likely; 0 unless asked for, and where the id was not sampled."""
+    top: TopLogprobs | None = None
+    """[S, K] at each sampled id; None unless the policy is a teacher that gives them (`PolicyLogprobs.num_top`)."""
 
     @classmethod
     def empty(cls, length: int) -> RowScores:
@@ -76,8 +78,9 @@ def score_rows(
         pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
         given = (fed.position_ids_BT, entropy, lay_out_experts(lanes, shape, routers), fed.tree, None, fed.kept)
         scores = policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, *given)
-        for i, of_row in zip(planned.rows, _split_by_row(scores, rows), strict=True):
+        for i, of_row, top in zip(planned.rows, _split_by_row(scores, rows), _split_top(scores, rows), strict=True):
             out[i].fill(samples[i].sampled_mask, of_row)
+            out[i] = replace(out[i], top=top)
     _make_idle_passes(policy, num_passes - len(passes), device)
     return out
 
@@ -92,9 +95,21 @@ def _split_by_row(
     scores: TokenScores, rows: Sequence[TrainingSample]
 ) -> Iterator[tuple[NDArray[np.generic] | None, ...]]:
     """Logprobs, entropies and ranks of each row; None where they were not asked for."""
-    ends = np.cumsum([row.sampled_mask.sum() for row in rows])
+    ends = _find_ends(rows)
     nothing: list[NDArray[np.generic] | None] = [None] * len(rows)
     return zip(
         *(nothing if values_N is None else np.split(values_N.cpu().numpy(), ends[:-1]) for values_N in scores[:3]),
         strict=True,
     )
+
+
+def _split_top(scores: TokenScores, rows: Sequence[TrainingSample]) -> list[TopLogprobs | None]:
+    """The most likely ids at each sampled id of each row; None where they were not asked for."""
+    if scores.top_ids_N is None or scores.beside_N is None:
+        return [None] * len(rows)
+    parts = (np.split(each.cpu().numpy(), _find_ends(rows)[:-1]) for each in (scores.top_ids_N, scores.beside_N))
+    return [TopLogprobs(token_ids=ids, logprobs=logprobs) for ids, logprobs in zip(*parts, strict=True)]
+
+
+def _find_ends(rows: Sequence[TrainingSample]) -> NDArray[np.int64]:
+    return np.cumsum([row.sampled_mask.sum() for row in rows])

@@ -43,6 +43,8 @@ class Targets(NamedTuple):
     """int64 [N], or [N, K] for K ids at each."""
     trained_N: torch.Tensor
     """bool [N], where the loss depends on the logprobs: the others have no gradient, which is most of their cost."""
+    is_beside: bool = False
+    """Whether they are [N, K] and scored beside the rows' own ids instead, all of them with gradient."""
 
 
 class TokenScores(NamedTuple):
@@ -62,6 +64,10 @@ class TokenScores(NamedTuple):
     """float32, without gradient: `entropies_N` over the whole vocabulary, where only `KeptTokens` are in the
     distribution; None where they would be the same.
     """
+    beside_N: torch.Tensor | None = None
+    """float32 [N, K], the logprobs of `Targets` beside the rows' own ids, or of the most likely ids; None without."""
+    top_ids_N: torch.Tensor | None = None
+    """int64 [N, K], the most likely ids; None unless asked for."""
 
     def pick(self, places_N: torch.Tensor) -> TokenScores:
         """Those at these places, which may be there several times."""

@@ -50,6 +50,10 @@ class LossStats(Sums):
     reference_k3_sum: float = 0.0
     loss_sum: float = 0.0
     """Each token's loss times its weight."""
+    num_taught: int = 0
+    """Tokens at which the loss has a teacher's most likely ids."""
+    forward_kl_sum: float = 0.0
+    """Over these."""
 
     @staticmethod
     @torch.no_grad()
@@ -112,6 +116,11 @@ class LossStats(Sums):
     def reference_k3(self) -> float:
         """Estimate of KL(policy || reference): mean of k3."""
         return self.reference_k3_sum / self.num_tokens
+
+    @property
+    def forward_kl(self) -> float | None:
+        """Mean of KL(teacher || policy) over the taught tokens; None without any."""
+        return self.forward_kl_sum / self.num_taught if self.num_taught else None
 
 
 UnitT = TypeVar("UnitT")

@@ -5,7 +5,9 @@
 The correction applies to the policy loss only. A token that it masks still counts in the weights, so masking makes an
 update smaller, and not its other tokens larger. With `KlPlace.REWARD` the distance is not in the loss: its sum over a
 trajectory is subtracted from the reward, and the advantages follow from that. A teacher's distance is in the advantages
-of single tokens: teacher_weight * (teacher's logprob - old logprob) is added to each (arXiv:2306.13649).
+of single tokens: teacher_weight * (teacher's logprob - old logprob) is added to each (arXiv:2306.13649). Where its K
+most likely ids are learned it is a term of the loss instead: teacher_weight * KL(teacher || policy) over these ids and
+all others together (arXiv:2601.20802, there over the policy's K ids).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from unbroken.training.loss_config import (
     TruncatedRows,
     ZeroVarianceRows,
 )
-from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate, idle_batch
+from unbroken.training.model.batch import Batch, RowTargets, ScoredRow, TrajectorySums, collate, idle_batch
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.advantages import (
     ADVANTAGES,
@@ -73,6 +75,10 @@ from unbroken.training.objective.samples import RowPolicy, TrajectoryRows, build
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")
+_TEACHER = "teacher"
+"""The logprobs of a teacher's most likely ids, in `RowTargets.values`."""
+_LEAST_TAIL = 1e-6
+"""Of the probability of all other ids: what logprobs in float32 leave of 1 is not known any better."""
 _SEQUENCE_KINDS = (CorrectionKind.SEQUENCE_TRUNCATE, CorrectionKind.SEQUENCE_MASK)
 
 
@@ -267,12 +273,12 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         processes: Processes = ALONE,
     ) -> list[list[ScoredRow]]:
         """Subtract the distance to the reference from the rewards, and compute the advantages again; or that to the
-        teacher from the advantages.
+        teacher from the advantages, unless its most likely ids are learned: these become targets of the loss.
 
         Only a trajectory whose siblings all sampled nothing keeps its advantage.
         """
         if config.teacher_weight:
-            return [[_subtract_teacher(row, config.teacher_weight) for row in rows] for rows in scored]
+            return _add_teachers(scored, config.teacher_weight)
         by_group: dict[str, list[int]] = {}
         for index, unit in enumerate(units):
             assert isinstance(unit, TrajectoryRows), "check_units asks for it"
@@ -342,6 +348,13 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         if config.entropy_weight > 0:
             assert entropies_N is not None, "get_entropy asks for it"
             terms_N = terms_N - config.entropy_weight * entropies_N
+        num_taught, forward_kl_sum = 0, 0.0
+        if scores.beside_N is not None:
+            assert config.teacher_weight is not None, "only a teacher has targets"
+            teacher_N = batch.values[_TEACHER]
+            forward_kl_N = _forward_kl(scores.beside_N, teacher_N)
+            terms_N = terms_N + config.teacher_weight * forward_kl_N.to(terms_N.dtype)
+            num_taught, forward_kl_sum = int(teacher_N.isfinite().any(-1).sum()), float(forward_kl_N.detach().sum())
         loss = (batch.weights_N * terms_N).sum()
         stats = LossStats.measure(
             scores,
@@ -351,7 +364,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             num_clipped=int(clipped_N.sum()),
             num_corrected=int(corrected_N.sum()),
         )
-        return BatchLoss(loss, stats)
+        return BatchLoss(loss, replace(stats, num_taught=num_taught, forward_kl_sum=forward_kl_sum))
 
     @torch.no_grad()
     def find_left_out(
@@ -470,6 +483,15 @@ def _subtract_distance(
     return unit.reward - config.kl_weight * distance
 
 
+def _add_teachers(scored: Sequence[Sequence[ScoredRow]], weight: float) -> list[list[ScoredRow]]:
+    """The rows with what their teachers say: in the advantages, or if they gave their most likely ids, as targets."""
+    teachers = [row.teacher for rows in scored for row in rows]
+    sizes = {each.top.token_ids.shape[1] for each in teachers if each is not None and each.top is not None}
+    if sizes:
+        return [[_add_teacher_ids(row, max(sizes)) for row in rows] for rows in scored]
+    return [[_subtract_teacher(row, weight) for row in rows] for rows in scored]
+
+
 def _subtract_teacher(row: ScoredRow, weight: float) -> ScoredRow:
     """The row with the advantages minus the weighted distance to its teacher at each loss token."""
     if row.teacher is None:
@@ -477,6 +499,31 @@ def _subtract_teacher(row: ScoredRow, weight: float) -> ScoredRow:
     advantages = row.sample.advantages.astype(np.float64)
     advantages[row.sample.loss_mask] -= weight * row.teacher_gaps
     return replace(row, sample=replace(row.sample, advantages=advantages.astype(np.float32)))
+
+
+def _add_teacher_ids(row: ScoredRow, number: int) -> ScoredRow:
+    """The row with its teacher's most likely ids beside its own; without a teacher they are `number` ids of none."""
+    sample, shape = row.sample, (row.num_loss_tokens, number)
+    ids, logprobs = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf, dtype=np.float32)
+    if row.teacher is not None and row.teacher.top is not None:
+        in_loss = sample.loss_mask[sample.sampled_mask]
+        ids, logprobs = row.teacher.top.token_ids[in_loss].astype(np.int64), row.teacher.top.logprobs[in_loss]
+    trained = np.ones(len(ids), dtype=np.bool_)
+    return replace(row, targets=RowTargets(ids=ids, trained=trained, values={_TEACHER: logprobs}, is_beside=True))
+
+
+def _forward_kl(logprobs_N: torch.Tensor, teacher_N: torch.Tensor) -> torch.Tensor:
+    """[N] float64 KL(teacher || policy) by the logprobs [N, K] of the teacher's K ids and one outcome more, all other
+    ids together, whose probability is what is left of 1 (`_LEAST_TAIL` at least). -inf of the teacher: no such id.
+
+    So it is a divergence, which is 0 only where all of these agree, and at most that of the whole vocabulary. Without
+    the last outcome the policy could come down to 0 by being too certain, or by having the K ids in the right ratio.
+    """
+    is_there_N = teacher_N.isfinite()
+    teacher_N, logprobs_N = (values_N.double().where(is_there_N, 0.0) for values_N in (teacher_N, logprobs_N))
+    masses_N, own_N = (values_N.exp().where(is_there_N, 0.0) for values_N in (teacher_N, logprobs_N))
+    tail_N, own_tail_N = ((1 - each_N.sum(-1)).clamp(min=_LEAST_TAIL) for each_N in (masses_N, own_N))
+    return (masses_N * (teacher_N - logprobs_N)).sum(-1) + tail_N * (tail_N.log() - own_tail_N.log())
 
 
 def _replace_advantage(row: ScoredRow, advantage: float) -> ScoredRow:

@@ -172,7 +172,7 @@ async def test_every_metric_of_a_run_is_in_the_list_and_the_list_has_no_others(t
     names |= await logged_names(tmp_path / "dpo", objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
     names |= {*METRICS}  # of a judge
     teachers = {name: tiny_qwen3(seed=1) for name in ("first", "second")}
-    chosen = Teachers(models=teachers, choose=lambda _: TeacherTask(teacher="first"))
+    chosen = Teachers(models=teachers, choose=lambda _: TeacherTask(teacher="first"), top_k=2)
     names |= await logged_names(tmp_path / "teachers", objective=PolicyGradient(), teachers=chosen)
     reasons = {name for name in names if name.count("/") == 2}
     rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.startswith("| `")]

@@ -17,7 +17,7 @@ from support.slow_logprobs import slow_logprobs
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
-from unbroken.training.config import OldLogprobs, Packing, TrainerConfig
+from unbroken.training.config import OldLogprobs, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.loss_config import KlConfig, KlPlace, ZeroVarianceRows
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.objective.advantages import ADVANTAGES
@@ -26,7 +26,7 @@ from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradie
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.teachers import Teachers, TeacherTask
 from unbroken.training.trainer import Trainer
-from unbroken.types import Numerics, TrainingSample, token_ids
+from unbroken.types import Numerics, TopLogprobs, TrainingSample, token_ids
 
 
 def make_trainer(teachers: Teachers, *, algorithm: str = "grpo", weight: float = 1.0, **changes: Any) -> Trainer:
@@ -234,11 +234,135 @@ def test_a_teacher_is_refused_where_it_could_not_be_exact():
         make_trainer(teacher).step([two_turns])
 
 
+def slow_distributions(model: Any, rows: Sequence[TrainingSample]) -> list[torch.Tensor]:
+    """Of each row [L, V] float64 the logprobs of all ids at its loss tokens."""
+    model.double().eval()
+    found = []
+    for each in rows:
+        logits_TV = model(input_ids=torch.from_numpy(each.token_ids.astype(np.int64))[None]).logits[0]
+        places = torch.from_numpy(np.flatnonzero(each.loss_mask)) - 1
+        found.append(torch.log_softmax(logits_TV[places] / each.temperature, -1))
+    return found
+
+
+def slow_forward_kl(own_LV: torch.Tensor, teacher_LV: torch.Tensor, top_k: int) -> torch.Tensor:
+    """[L] of the teacher's `top_k` ids and the rest, which is added up id by id."""
+    order_LV = teacher_LV.argsort(-1, descending=True)
+    own_LV, teacher_LV = own_LV.gather(-1, order_LV), teacher_LV.gather(-1, order_LV)
+    terms_LK = teacher_LV[:, :top_k].exp() * (teacher_LV - own_LV)[:, :top_k]
+    rest_L, own_rest_L = (each[:, top_k:].exp().sum(-1) for each in (teacher_LV, own_LV))
+    return terms_LK.sum(-1) + rest_L * (rest_L.log() - own_rest_L.log())
+
+
+@pytest.mark.parametrize(("top_k", "temperature", "algorithm"), [(1, 1.0, "grpo"), (5, 0.7, "distillation")])
+def test_an_update_is_that_of_the_forward_divergence_over_the_most_likely_ids_and_the_rest(
+    top_k, temperature, algorithm
+):
+    rows = sampled_rows(6, temperature=temperature)
+    if algorithm == "distillation":
+        rows = [replace(each, advantages=np.zeros_like(each.advantages)) for each in rows]
+    teacher, slow = tiny_qwen3(seed=1), tiny_qwen3()
+    own, wanted = slow_distributions(slow, rows), [each.detach() for each in slow_distributions(teacher, rows)]
+    num_tokens = sum(map(len, own))
+    loss, whole, mass = torch.zeros((), dtype=torch.float64), 0.0, 0.0
+    for each, own_LV, teacher_LV in zip(rows, own, wanted, strict=True):
+        ids = torch.from_numpy(each.token_ids[each.loss_mask].astype(np.int64))[:, None]
+        logprobs, advantages = own_LV.gather(-1, ids)[:, 0], torch.from_numpy(each.advantages[each.loss_mask]).double()
+        kl_L = slow_forward_kl(own_LV, teacher_LV, top_k)
+        loss = loss + ((kl_L * 0.3) - (logprobs - logprobs.detach()).exp() * advantages).sum() / num_tokens
+        whole += float(kl_L.detach().sum()) / num_tokens
+        mass += float(teacher_LV.topk(top_k).values.exp().sum()) / num_tokens
+    loss.backward()
+    teachers = Teachers(models={"teacher": tiny_qwen3(seed=1)}, top_k=top_k)
+    trainer = make_trainer(teachers, weight=0.3, algorithm=algorithm)
+    before_step = {name: tensor.double().clone() for name, tensor in trainer.named_weights()}
+    stats = trainer.step(rows)
+    assert stats.loss == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-6)
+    metrics = step_metrics(stats)
+    assert metrics["teacher/forward_kl"] == pytest.approx(whole, rel=1e-5)
+    assert metrics["teacher/top_mass"] == pytest.approx(mass, rel=1e-5)
+    assert metrics["mismatch/k3"] < 1e-8  # of the sampled ids, whatever else is scored
+    largest = max(float(parameter.grad.abs().max()) for parameter in slow.parameters())
+    for name, tensor in trainer.named_weights():
+        moved = before_step[name] - tensor.double()
+        assert float((moved - slow.get_parameter(name).grad).abs().max()) < 2e-4 * largest, name
+
+
+@pytest.mark.parametrize("top_k", [3, 64])  # 64: all ids, of which nothing is left
+def test_the_policy_itself_has_its_own_most_likely_ids_with_exact_numerics(top_k):
+    trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3()}, top_k=top_k), numerics=Numerics.EXACT)
+    metrics = step_metrics(trainer.step(sampled_rows(temperature=0.7)))
+    assert metrics["teacher/forward_kl"] == metrics["teacher/kl"] == 0
+    assert metrics["mismatch/equal_share"] == 1
+    assert metrics["teacher/top_mass"] == pytest.approx(1, abs=1e-6) or top_k == 3
+
+
+async def test_rows_without_a_teacher_learn_no_ids_beside_rows_that_have_one():
+    groups = [replace(group(trajectory(1.0), trajectory(0.0)), group_id=name) for name in ("teacher", "none")]
+    choose = {"teacher": TeacherTask(teacher="teacher")}
+
+    def make() -> Trainer:
+        models = {"teacher": tiny_qwen3(seed=1)}
+        return make_trainer(Teachers(models=models, choose=lambda each: choose.get(each.group_id), top_k=4))
+
+    trainer = make()
+    units = await trainer.make_units(groups, Counters())
+    targets = [row.targets for rows in trainer._score_units(units) for row in rows]
+    assert [each.ids.shape for each in targets] == [(2, 4)] * 4
+    assert [np.isfinite(each.values["teacher"]).any() for each in targets] == [True, True, False, False]
+    stats = trainer.step(units)
+    assert step_metrics(stats)["teacher/token_share"] == 0.5
+    alone = make()
+    assert stats.forward_kl == pytest.approx(alone.step(await alone.make_units(groups[:1], Counters())).forward_kl)
+
+
+def test_ids_of_the_teacher_that_the_policy_does_not_have_count_with_the_rest():
+    rows, teacher = sampled_rows(), tiny_qwen3(seed=1, vocab_size=80)
+
+    class Larger:
+        vocab_size, max_ids = 80, None
+
+        def score(self, rows, *, num_top):
+            found = slow_distributions(teacher, rows)
+            return [self._give(each, values.detach(), num_top) for each, values in zip(rows, found, strict=True)]
+
+        def _give(self, sample, values_LV, num_top):
+            logprobs = np.full(len(sample.token_ids), np.nan, np.float32)
+            ids = sample.token_ids[sample.sampled_mask].astype(np.int64)
+            logprobs[sample.sampled_mask] = values_LV.gather(-1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+            top = values_LV.topk(num_top)
+            return logprobs, TopLogprobs(token_ids=top.indices.numpy(), logprobs=top.values.numpy())
+
+    num_top = 40
+    metrics = step_metrics(make_trainer(Teachers(models={"larger": Larger()}, top_k=num_top)).step(rows))
+    expected = []
+    for own_LV, teacher_LV in zip(
+        slow_distributions(tiny_qwen3(), rows), slow_distributions(teacher, rows), strict=True
+    ):
+        for own_V, teacher_V in zip(own_LV.detach(), teacher_LV.detach(), strict=True):
+            ids = [each for each in teacher_V.topk(num_top).indices.tolist() if each < 64]
+            assert len(ids) < num_top
+            inside = sum(teacher_V[each].exp() * (teacher_V[each] - own_V[each]) for each in ids)
+            rest, own_rest = (1 - sum(values_V[each].exp() for each in ids) for values_V in (teacher_V, own_V))
+            expected.append(float(inside + rest * (rest.log() - own_rest.log())))
+    assert metrics["teacher/forward_kl"] == pytest.approx(float(np.mean(expected)), rel=1e-4)
+
+
+def test_most_likely_ids_are_refused_where_rows_share_passes_and_beyond_the_vocabulary():
+    models = {"teacher": tiny_qwen3(seed=1)}
+    with pytest.raises(InvalidInputError, match="shared_prefixes must be auto or never"):
+        make_trainer(Teachers(models=models, top_k=2), shared_prefixes=SharedPrefixes.ALWAYS)
+    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids"):
+        make_trainer(Teachers(models=models, top_k=65))
+    with pytest.raises(InvalidInputError, match=r"Teachers\.top_k must be >= 0, got -1"):
+        Teachers(models=models, top_k=-1)
+
+
 class FarTeacher:
     vocab_size, max_ids = 64, 4
 
-    def score(self, rows):
-        return [np.where(each.sampled_mask, -np.inf, np.nan).astype(np.float32) for each in rows]
+    def score(self, rows, *, num_top):
+        return [(np.where(each.sampled_mask, -np.inf, np.nan).astype(np.float32), None) for each in rows]
 
 
 def test_a_teacher_elsewhere_is_asked_too_and_an_infinite_distance_makes_no_update():
