@@ -12,7 +12,7 @@ import torch
 
 from support.engine_subjects import PROMPT_IDS, VOCAB_SIZE, Subject, ask, embedded, sample_one
 from support.reference_sampling import reference_logprobs
-from unbroken.types import SampleChunk, token_ids
+from unbroken.types import SampleChunk, SamplingParams, token_ids
 from unbroken.weights.sources import TensorSource
 
 # One loop for all, because the one vLLM engine of a session lives in it.
@@ -82,7 +82,7 @@ async def test_kept_ids_are_those_that_the_cuts_leave_and_logprobs_are_over_them
             assert kept == np.flatnonzero(np.isfinite(expected)).tolist()
             assert abs(expected[ids[length]] - sequence.rollout_logprobs[position]) < 1e-5
     chunks = [chunk async for chunk in subject.engine.stream(replace(request, request_id="b", n=1))]
-    streamed = SampleChunk.join(chunks, temperature=temperature)
+    streamed = SampleChunk.join(chunks, params=SamplingParams(temperature=temperature))
     assert len(streamed.kept_ids) == len(streamed.completion_ids) > 0
     uncut = ask(request_id="c", return_kept_ids=True, max_tokens=3)
     assert (await sample_one(subject, uncut)).kept_ids is None

@@ -16,6 +16,7 @@ A branch whose turns were sampled at several temperatures gives a row for each, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -133,4 +134,5 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: _Ad
         images=tuple(image for image in path.images if image.offset < end),
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
         kept_ids=None if path.kept_ids is None else path.kept_ids.cut(end),
+        controls=tuple(replace(each, stop=min(each.stop, end)) for each in path.controls if each.start < end),
     )

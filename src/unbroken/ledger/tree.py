@@ -43,6 +43,7 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import (
     NO_VERSION,
+    ControlSpan,
     FinishReason,
     ImageSpan,
     KeptIds,
@@ -150,6 +151,7 @@ class TokenTree:
                 routed_experts=experts,
                 routed_start=routed_start,
                 kept_ids=sequence.kept_ids,
+                controls=sequence.controls,
             )
         )
 
@@ -157,18 +159,24 @@ class TokenTree:
         """Get the path from the start of the sequence to `position`."""
         steps = self._steps(position)
         parts = [(self._nodes[step.node], step.offset) for step in steps]
+        segments = self._segments(position)
         return Path(
             token_ids=self.token_ids(position),
             sampled_mask=_concatenate([node.policy_versions[:size] != NO_VERSION for node, size in parts]),
             rollout_logprobs=_concatenate([node.rollout_logprobs[:size] for node, size in parts]),
             policy_versions=_concatenate([node.policy_versions[:size] for node, size in parts]),
             message_indices=_concatenate([node.message_indices[:size] for node, size in parts]),
-            segments=self._segments(position),
+            segments=segments,
             images=self.images(position),
             temperatures=tuple(dict.fromkeys(node.temperature for node, _ in parts if node.temperature is not None)),
             routed_experts=self._join_experts(steps),
             kept_ids=KeptIds.join(
                 [(None if node.kept_ids is None else node.kept_ids.cut(size), size) for node, size in parts]
+            ),
+            controls=tuple(
+                ControlSpan(start=each.start, stop=each.stop, controls=controls)
+                for each in segments
+                if (controls := self._nodes[each.node].controls) is not None
             ),
         )
 

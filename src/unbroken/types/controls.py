@@ -1,7 +1,7 @@
 """What changes the logits that ids are sampled from, as a function of the ids before them (docs/design/0059).
 
-Temperature, top-k, top-p and min-p come after it. A trainer that has the ids and these numbers changes its own logits in
-the same way, so nothing is recorded for each id.
+Temperature, top-k, top-p and min-p come after it. A trainer that has the ids and these numbers changes its own logits
+in the same way, so nothing is recorded for each id.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ _ELSEWHERE = {
     "a completion ends with a stop id, a stop string or max_tokens": "ignore_eos max_time repetition_detection",
     "it changes text alone, and completions are ids": "skip_special_tokens spaces_between_special_tokens detokenize "
     "include_stop_str_in_output",
+    "a recipe in Python gives it, RolloutConfig(sampling=SamplingParams(structured_output=...))": "structured_output",
     "each rollout has one of its own, by the run's seed": "seed",
     "rollouts keep the logprobs of sampled ids alone": "num_top_logprobs",
     "trainer.routing_replay asks for them": "return_routed_experts",
@@ -136,8 +137,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the completion; -2 to 2. Raise it where a model repeats single words."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of an id and a number in [-100, 100], which is added to its logit: `[[1234, -5.0]]`. Give one where a few ids
-    are sampled too often or never, such as the one that ends reasoning."""
+    """Pairs of an id and a number in [-100, 100], which is added to its logit: `[[1234, -5.0]]`. Give one where a few
+    ids are sampled too often or never, such as the one that ends reasoning."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only ids that may be sampled, the ids that end a turn among them; empty: all. Give them where the answer is
     one of a few ids, such as the letters of a choice."""
@@ -163,8 +164,8 @@ class SamplingParams:
     """Return the experts that computed each id (`SampledSequence.routed_experts`), L * K bytes an id; for a model with
     experts in an engine that was started to record them."""
     return_kept_ids: bool = False
-    """Return the ids that each id was sampled from (`SampledSequence.kept_ids`), 4 bytes each, if top-k, top-p, min-p or
-    a format cuts any. Rollouts of a run do so by themselves."""
+    """Return the ids that each id was sampled from (`SampledSequence.kept_ids`), 4 bytes each, if top-k, top-p, min-p
+    or a format cuts any. Rollouts of a run do so by themselves."""
 
     def __post_init__(self) -> None:
         rules = (

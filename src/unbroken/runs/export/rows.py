@@ -238,6 +238,7 @@ def _make_record(stored: StoredSession) -> dict[str, Any]:
         cut = cut_path(path, len(row.token_ids))
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
         own = {"loss": loss, "temperature": row.temperature, "images": grown.find_images(cut)}
+        own["controls"] = [span.to_json() for span in row.controls]
         rows.append({**describe_branch(cut, conversations), **own})
     metadata = stored.record.settings.get("metadata")
     return {**describe_session(stored), "rows": rows, "data": {"columns": metadata} if metadata else None}
@@ -272,6 +273,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "num_forced": [turn.get("num_forced", 0) for turn in turns],
         "policies": [turn.get("policy") for turn in turns],
         "temperature": row.get("temperature"),
+        "controls": _list(row, "controls"),
         "is_trained": row.get("is_trained"),
         "token_ids": row["token_ids"],
         "sampled_mask": sampled,
@@ -408,7 +410,7 @@ def _to_text_message(message: Mapping[str, Any]) -> dict[str, Any]:
 _FORMS: dict[RowForm, Callable[[Rollout, int, Mapping[str, Any]], dict[str, Any]]] = {
     RowForm.ROWS: make_row, RowForm.TRL: _make_trl_row, RowForm.VERL: _make_verl_row
 }  # fmt: skip
-_JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"})
+_JSON_COLUMNS = frozenset({"reward_parts", "controls", "images", "messages", "tools", "data"})
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
 
 

@@ -27,7 +27,7 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from unbroken.runs.records.files import MAX_TEXT, MAX_TEXTS, TEXTS, make_first_lines, read_all, summarize
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
+from unbroken.types import ControlSpan, FinishReason, SampledSequence, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +195,7 @@ def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: Finish
         for first, last, version in row["policy_versions"]
         if first < stop and last > start
     ]
+    controls = [ControlSpan.from_json(each) for each in row.get("controls") or ()]
     logprobs = np.full(stop - start, np.nan, dtype=np.float32)
     for span in spans:
         own = row["rollout_logprobs"][before : before + span.stop - span.start]
@@ -208,6 +209,7 @@ def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: Finish
         finish_reason=reason,
         version_spans=tuple(spans),
         temperature=row["temperature"],
+        controls=next((each.controls for each in controls if each.start == start), None),
     )
 
 
