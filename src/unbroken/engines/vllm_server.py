@@ -264,8 +264,6 @@ def _encode(params: SamplingParams, n: int, vocab_size: int) -> dict[str, Any]:
         "repetition_penalty": params.repetition_penalty,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "logit_bias": {str(token_id): value for token_id, value in params.logit_bias} or None,
-        "allowed_token_ids": list(params.allowed_token_ids) or None,
         "seed": params.seed,
         "stop": list(params.stop_strings),
         "stop_token_ids": list(params.stop_token_ids),
@@ -276,6 +274,10 @@ def _encode(params: SamplingParams, n: int, vocab_size: int) -> dict[str, Any]:
         # One more than asked for: vLLM counts the sampled id among them, at any rank.
         "logprobs": min(most + 1, vocab_size) if (most := _count_logprobs(params)) else 0,
     }
+    if params.logit_bias:
+        fields["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias}
+    if params.allowed_token_ids:
+        fields["allowed_token_ids"] = list(params.allowed_token_ids)
     if form is not None:
         fields["structured_outputs"] = {
             key: value

@@ -26,7 +26,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.prompts import Prompt, PromptBuilder
 from unbroken.rollout.seeds import derive_seed
 from unbroken.server.context import ServerContext
-from unbroken.server.http.bodies import StrictBody
+from unbroken.server.http.bodies import Biases, Ids, StrictBody, Words
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.server.questions import PlainTurn, continue_prompt
@@ -55,10 +55,10 @@ class SessionSampling(StrictBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
+    logit_bias: Biases = Field(default_factory=list)
+    allowed_token_ids: Ids = Field(default_factory=list)
     min_tokens: int = 0
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words_ids: Words = Field(default_factory=list)
     seed: int | None = None
     return_kept_ids: bool | None = None
     """Record the ids that each id was sampled from, where top-k, top-p or min-p cut any, for a trainer."""
@@ -68,7 +68,12 @@ class SessionSampling(StrictBody):
     @property
     def controls(self) -> dict[str, Any]:
         """Those that no dialect has, by the names of `SamplingParams`."""
-        return {name: getattr(self, name) for name in CONTROLS}
+        return {
+            "logit_bias": tuple(self.logit_bias),
+            "allowed_token_ids": tuple(self.allowed_token_ids),
+            "min_tokens": self.min_tokens,
+            "bad_words_ids": tuple(map(tuple, self.bad_words_ids)),
+        }
 
 
 class SessionLimits(StrictBody):

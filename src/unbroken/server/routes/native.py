@@ -15,7 +15,7 @@ from pydantic import Field
 from unbroken import compact
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
+from unbroken.server.http.bodies import Biases, Ids, Prompts, StrictBody, Texts, Words
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import COMPACT_PATH, json_response, negotiated_response
@@ -60,10 +60,10 @@ class SamplingBody(StrictBody):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: list[tuple[int, float]] = Field(default_factory=list)
+    logit_bias: Biases = Field(default_factory=list)
     allowed_token_ids: Ids = Field(default_factory=list)
     min_tokens: int = 0
-    bad_words_ids: list[Ids] = Field(default_factory=list)
+    bad_words_ids: Words = Field(default_factory=list)
     seed: int | None = None
     stop_token_ids: Ids = Field(default_factory=list)
     stop_strings: Texts = Field(default_factory=list)
