@@ -193,7 +193,11 @@ async def test_a_server_with_another_tokenizer_is_refused(folder):
         ),
         ({"teacher.models": ["a"], "loss": "gspo"}, "take gspo_token"),
         ({"teacher.models": ["a"], "images": True}, "images must be false with a teacher"),
-        ({"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4}, "without top_k"),
+        (
+            {"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4},
+            "without parameters that cut or change logits",
+        ),
+        ({"teacher.models": ["http://a"], "rollouts.sampling.presence_penalty": 0.5}, "without parameters that cut or"),
         ({"teacher.models": ["a"], "trainer.routing_replay": True}, "routing_replay must be False with a teacher"),
         ({"teacher.models": ["a"], "trainer.kl_weight": 1.0, "trainer.kl.place": "reward"}, r"kl\.place must be loss"),
     ],

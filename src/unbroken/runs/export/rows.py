@@ -238,7 +238,6 @@ def _make_record(stored: StoredSession) -> dict[str, Any]:
         cut = cut_path(path, len(row.token_ids))
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
         own = {"loss": loss, "temperature": row.temperature, "images": grown.find_images(cut)}
-        own["controls"] = [span.to_json() for span in row.controls]
         rows.append({**describe_branch(cut, conversations), **own})
     metadata = stored.record.settings.get("metadata")
     return {**describe_session(stored), "rows": rows, "data": {"columns": metadata} if metadata else None}
@@ -273,7 +272,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "num_forced": [turn.get("num_forced", 0) for turn in turns],
         "policies": [turn.get("policy") for turn in turns],
         "temperature": row.get("temperature"),
-        "controls": _list(row, "controls"),
+        "controls": [turn.get("controls") or {} for turn in turns],
         "is_trained": row.get("is_trained"),
         "token_ids": row["token_ids"],
         "sampled_mask": sampled,

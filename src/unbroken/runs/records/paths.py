@@ -97,10 +97,18 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
 
 
 def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
-    """The keys of a turn that say how many ids were sampled, how many were given inside, by whom and which versions."""
+    """The keys of a turn that say how many ids were sampled, how many were given inside, by whom, which versions, and
+    what changed the logits.
+    """
     versions = sequence.policy_versions
     counts = {"num_sampled": sequence.num_sampled, "num_forced": sequence.num_given}
-    return {**counts, "policy": policy, "policy_versions": find_runs(versions, where=versions != NO_VERSION)}
+    controls = None if sequence.controls is None else sequence.controls.to_json()
+    return {
+        **counts,
+        "controls": controls,
+        "policy": policy,
+        "policy_versions": find_runs(versions, where=versions != NO_VERSION),
+    }
 
 
 def _find_branch(turn: TurnRecord) -> str | None:

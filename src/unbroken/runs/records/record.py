@@ -259,7 +259,6 @@ def _make_row(recorded: RecordedRow, trajectory: Trajectory) -> dict[str, Any]:
         "entropies": None if recorded.entropies is None else to_floats(recorded.entropies[sampled]),
         "ranks": None if recorded.ranks is None else recorded.ranks[sampled].tolist(),
         "temperature": row.temperature,
-        "controls": [span.to_json() for span in row.controls],
         "is_trained": trained is not None,
         "loss": _spans(loss),
         "clipped": None if recorded.left_out is None else _spans(recorded.left_out.clipped),
