@@ -128,7 +128,7 @@ class LogitEdits:
         impossible_NV: torch.Tensor | None = None
         for rows, history, places in self._groups(logits_NV.device):
             controls = history.controls
-            if not (controls.allowed_token_ids or controls.min_tokens or controls.bad_words_ids):
+            if not controls.forbids:
                 continue
             if impossible_NV is None:
                 impossible_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
@@ -136,10 +136,7 @@ class LogitEdits:
                 is_other_V = torch.ones_like(impossible_NV[0])
                 is_other_V[list(controls.allowed_token_ids)] = False
                 impossible_NV[rows] = is_other_V
-            early_G = places - history.start < controls.min_tokens
-            bans = [(early_G, token_id) for token_id in controls.stop_token_ids]
-            bans += [(_find_after(word[:-1], history, places), word[-1]) for word in controls.bad_words_ids]
-            for banned_G, token_id in bans:
+            for banned_G, token_id in _find_bans(history, places):
                 if banned_G.any():
                     impossible_NV[rows[torch.from_numpy(banned_G).to(rows.device)], token_id] = True
         return impossible_NV
@@ -156,6 +153,14 @@ def _count(token_ids: NDArray[np.int64], start: int, places: NDArray[np.int64], 
     counts_GV = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     ones = torch.ones(len(before), dtype=like.dtype, device=like.device)
     return counts_GV.index_put_((first, ids), ones, accumulate=True).cumsum(0)
+
+
+def _find_bans(history: _History, places: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], int]]:
+    """At which places an id is impossible, [G], for stop ids and the last ids of bad words."""
+    early_G = places - history.start < history.controls.min_tokens
+    yield from ((early_G, token_id) for token_id in history.controls.stop_token_ids)
+    for word in history.controls.bad_words_ids:
+        yield _find_after(word[:-1], history, places), word[-1]
 
 
 def _find_after(prefix: tuple[int, ...], history: _History, places: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -173,11 +173,14 @@ class TokenTree:
             kept_ids=KeptIds.join(
                 [(None if node.kept_ids is None else node.kept_ids.cut(size), size) for node, size in parts]
             ),
-            controls=tuple(
-                ControlSpan(start=each.start, stop=each.stop, controls=controls)
-                for each in segments
-                if (controls := self._nodes[each.node].controls) is not None
-            ),
+            controls=self._find_controls(segments),
+        )
+
+    def _find_controls(self, segments: Sequence[Segment]) -> tuple[ControlSpan, ...]:
+        return tuple(
+            ControlSpan(start=each.start, stop=each.stop, controls=controls)
+            for each in segments
+            if (controls := self._nodes[each.node].controls) is not None
         )
 
     def token_ids(self, position: Position) -> TokenIds:

@@ -610,7 +610,7 @@ class RunConfig:
             ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
             (
                 "rollouts.sampling",
-                (self.rollouts.sampling.truncates or self.rollouts.sampling.controls is not None)
+                not self.rollouts.sampling.is_plain
                 and (self.teacher.prompt is not None or any(map(is_address, self.teacher.models))),
                 "without parameters that cut or change logits with teacher.prompt or a teacher at a server, which does "
                 "not know them",

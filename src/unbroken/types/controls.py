@@ -39,6 +39,11 @@ class LogitControls:
     frequency_penalty: float = 0.0
 
     @property
+    def forbids(self) -> bool:
+        """Whether some ids may be impossible."""
+        return bool(self.allowed_token_ids or self.min_tokens or self.bad_words_ids)
+
+    @property
     def largest_id(self) -> int:
         """The largest id that it names; -1 if none."""
         named = [token_id for token_id, _ in self.logit_bias]

@@ -248,6 +248,11 @@ class SamplingParams:
         return self.temperature > 0 and bool(self.truncations)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the distribution is the model's at this temperature, neither cut nor changed."""
+        return self.controls is None and not self.truncates
+
+    @property
     def truncations(self) -> str:
         """The parameters that do so, with their values."""
         return ", ".join(

@@ -462,6 +462,10 @@ class TrainingSample:
         _check_kept(self.kept_ids, self.token_ids, of="token_ids")
         if self.kept_ids is not None and self.kept_ids.sizes[~self.sampled_mask].any():
             raise InvariantError("only sampled ids have kept_ids, and a given one has some")
+        self._check_controls()
+        self._check_images()
+
+    def _check_controls(self) -> None:
         end = 0
         for span in self.controls:
             if not end <= span.start < span.stop <= len(self.token_ids):
@@ -470,7 +474,6 @@ class TrainingSample:
                     f"{span.stop}) after {end}"
                 )
             end = span.stop
-        self._check_images()
 
     def _check_images(self) -> None:
         if (problem := find_misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:

@@ -305,16 +305,17 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
 def decode_turn(row: Sequence[Any]) -> TurnRecord:
     """The inverse of `encode_turn`."""
     values = dict(zip(TURN_COLUMNS, row, strict=True))
+    sampling = json.loads(values["sampling"])
     parent = _decode_position(values["parent_node"], values["parent_offset"])
     assert parent is not None
     plain = ("number", "choice", "tree", "prompt_node", "reply_node", "tools_key", "continued", "fork", "refusal")
     return TurnRecord(
         **{name: values[name] for name in (*plain, "idempotency_key", "answer_id", "created_s", "policy")},
         options=json.loads(values["options"]),
-        sampling=json.loads(values["sampling"]),
+        sampling=sampling,
         given=_decode_given(values),
         parent=parent,
-        sequence=_decode_sequence(values),
+        sequence=_decode_sequence(values, sampling),
         tolerances=tuple(json.loads(values["tolerances"])),
         request_digest=bytes(values["request_digest"]),
     )
@@ -351,10 +352,10 @@ def _decode_given(values: Mapping[str, Any]) -> GivenRecord | None:
     )
 
 
-def _decode_sequence(values: Mapping[str, Any]) -> SampledSequence:
+def _decode_sequence(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> SampledSequence:
     spans = _to_array(values["version_spans"], _INT).reshape(-1, 3).tolist()
     return SampledSequence(
-        controls=LogitControls.from_json(json.loads(values["sampling"])),
+        controls=LogitControls.from_json(sampling),
         completion_ids=_to_array(values["completion_ids"], _INT),
         rollout_logprobs=_to_array(values["rollout_logprobs"], _FLOAT),
         finish_reason=FinishReason(values["finish_reason"]),

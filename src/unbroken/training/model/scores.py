@@ -175,6 +175,10 @@ class KeptTokens:
         """Change logits, before the temperature."""
         return logits_NV if self.edits is None else self.edits.apply(logits_NV)
 
+    def pull_back(self, gradient_NV: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
+        """The gradient for `logits_NV`, from that for `edit(logits_NV)`."""
+        return gradient_NV if self.edits is None else self.edits.pull_back(gradient_NV, logits_NV)
+
     def cut_(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Set the logits of all ids that were not kept to -inf, in place."""
         if not len(self.ids_K):
@@ -353,8 +357,7 @@ class _RoundedScores(torch.autograd.Function):
             logits_NV = _shape_logits(own_NV, kept, head)
             gradient_NV = _gradient_of_logits(logits_NV, targets, of_logprobs, of_entropies if is_trained else None)
             gradient_NV = gradient_NV.div_(head.temperature)
-            if kept is not None and kept.edits is not None:
-                gradient_NV = kept.edits.pull_back(gradient_NV, own_NV)
+            gradient_NV = gradient_NV if kept is None else kept.pull_back(gradient_NV, own_NV)
             gradient_NV = head.scaling.pull_back(gradient_NV, raw_NV).to(head.dtype)
             if ctx.needs_input_grad[0]:
                 of_hidden.append(_multiply(gradient_NV, rounded_VD))
