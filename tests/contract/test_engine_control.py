@@ -10,7 +10,7 @@ import pytest
 from support.engine_subjects import PROMPT_IDS, SCRIPTED_QUEUE_S, Subject, ask, sample_one
 from unbroken.engines.base import PausableEngine, ScoringEngine, StreamingEngine
 from unbroken.errors import EngineError, SamplingError
-from unbroken.types import FinishReason, SampleChunk, SampleRequest
+from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -92,7 +92,7 @@ async def test_the_time_in_the_queue_is_reported_without_the_time_of_sampling(su
     await subject.engine.resume()
     chunks = await streamed
     assert [chunk.queue_s is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-    for sequence in (await whole, SampleChunk.join(chunks, temperature=1.0)):
+    for sequence in (await whole, SampleChunk.join(chunks, params=SamplingParams())):
         assert sequence.queue_s is not None
         assert SCRIPTED_QUEUE_S <= sequence.queue_s < 60
     assert before.queue_s is not None
@@ -123,7 +123,7 @@ async def test_an_aborted_stream_ends_with_abort(subject: Subject) -> None:
         if len(chunks) == 3:
             await subject.engine.abort("a")
     assert chunks[-1].finish_reason is FinishReason.ABORT
-    assert len(SampleChunk.join(chunks, temperature=1.0).completion_ids) < 250
+    assert len(SampleChunk.join(chunks, params=SamplingParams()).completion_ids) < 250
 
 
 async def test_closing_aborts_what_runs_and_refuses_what_comes(own_subject: Subject) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from support.engine_subjects import PROMPT_IDS, VOCAB_SIZE, Subject, ask, embedded, sample_one
 from support.reference_sampling import reference_logprobs
-from unbroken.types import SampleChunk, token_ids
+from unbroken.types import SampleChunk, SamplingParams, token_ids
 from unbroken.weights.sources import TensorSource
 
 # One loop for all, because the one vLLM engine of a session lives in it.
@@ -82,10 +82,45 @@ async def test_kept_ids_are_those_that_the_cuts_leave_and_logprobs_are_over_them
             assert kept == np.flatnonzero(np.isfinite(expected)).tolist()
             assert abs(expected[ids[length]] - sequence.rollout_logprobs[position]) < 1e-5
     chunks = [chunk async for chunk in subject.engine.stream(replace(request, request_id="b", n=1))]
-    streamed = SampleChunk.join(chunks, temperature=temperature)
+    streamed = SampleChunk.join(chunks, params=SamplingParams(temperature=temperature))
     assert len(streamed.kept_ids) == len(streamed.completion_ids) > 0
     uncut = ask(request_id="c", return_kept_ids=True, max_tokens=3)
     assert (await sample_one(subject, uncut)).kept_ids is None
+
+
+CONTROLS: tuple[dict[str, Any], ...] = (
+    {"logit_bias": ((3, 4.0), (5, -6.0), (9, 3.0)), "repetition_penalty": 1.6},
+    {"allowed_token_ids": (3, 5, 9, 11, 12, 13), "presence_penalty": 1.5, "frequency_penalty": -0.7},
+    {
+        "bad_words_ids": ((7,), *((number, number) for number in range(30))),
+        "logit_bias": tuple((k, 5.0) for k in range(8)),
+    },
+    {"min_tokens": 9, "stop_token_ids": tuple(range(0, 60, 2)), "top_k": 6, "repetition_penalty": 0.8},
+)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("controls", CONTROLS, ids=lambda controls: next(iter(controls)))
+async def test_what_changes_logits_changes_them_as_a_plain_reference(
+    subject: Subject, controls: dict[str, Any], temperature: float
+) -> None:
+    model = await renew(subject, 1)
+    n = 1 if temperature == 0 else 3
+    request = ask(n=n, max_tokens=14, temperature=temperature, return_kept_ids=True, **controls)
+    result = await subject.engine.sample(request)
+    result.check_answers(request)
+    prompt_ids = PROMPT_IDS.tolist()
+    for sequence in result.sequences:
+        assert sequence.controls == request.params.controls
+        ids = [*prompt_ids, *sequence.completion_ids.tolist()]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double().numpy()
+        for place in range(len(prompt_ids), len(ids)):
+            before = prompt_ids, ids[len(prompt_ids) : place]
+            expected = reference_logprobs(logits[place - 1], request.params, *before)
+            assert abs(expected[ids[place]] - sequence.rollout_logprobs[place - len(prompt_ids)]) < 2e-5
+        if "min_tokens" in controls:
+            assert len(sequence.completion_ids) > 9
 
 
 @pytest.mark.parametrize("reuse_kv", [False, True])

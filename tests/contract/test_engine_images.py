@@ -24,7 +24,15 @@ from support.vision_engines import (
 )
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EchoError, ImageError
-from unbroken.types import EncodedImage, FinishReason, SampleChunk, SampleRequest, encode_image_settings, token_ids
+from unbroken.types import (
+    EncodedImage,
+    FinishReason,
+    SampleChunk,
+    SampleRequest,
+    SamplingParams,
+    encode_image_settings,
+    token_ids,
+)
 from unbroken.weights.sources import TensorSource
 
 pytest.importorskip("torchvision", reason="needs torchvision")
@@ -176,7 +184,7 @@ async def test_scores_of_a_prompt_with_images_are_those_of_transformers(subject:
 async def test_chunks_of_a_stream_with_images_join_to_what_sample_returns(subject: Subject) -> None:
     request = ask_with_images(subject.processor, 5, CAT, 6)
     whole = (await subject.engine.sample(request)).sequences[0]
-    joined = SampleChunk.join([chunk async for chunk in subject.engine.stream(request)], temperature=1.0)
+    joined = SampleChunk.join([chunk async for chunk in subject.engine.stream(request)], params=SamplingParams())
     assert joined.completion_ids.tolist() == whole.completion_ids.tolist()
 
 

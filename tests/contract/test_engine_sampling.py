@@ -11,7 +11,7 @@ import pytest
 from support.engine_subjects import CONTEXT_LENGTH, PROMPT_IDS, VOCAB_SIZE, Subject, ask, sample_one
 from unbroken.engines.base import Engine, PausableEngine, StreamingEngine
 from unbroken.errors import ContextOverflowError, SamplingError
-from unbroken.types import FinishReason, SampleChunk, token_ids
+from unbroken.types import FinishReason, SampleChunk, SamplingParams, token_ids
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -99,7 +99,7 @@ async def test_chunks_of_a_stream_join_to_what_sample_returns(sampler: Subject) 
         chunks[chunk.index].append(chunk)
     for own, sequence in zip(chunks, whole.sequences, strict=True):
         assert [chunk.finish_reason for chunk in own[:-1]] == [None] * (len(own) - 1)
-        joined = SampleChunk.join(own, temperature=1.0)
+        joined = SampleChunk.join(own, params=SamplingParams())
         assert joined.completion_ids.tolist() == sequence.completion_ids.tolist()
         np.testing.assert_allclose(joined.rollout_logprobs, sequence.rollout_logprobs, atol=1e-5)
         assert (joined.finish_reason, joined.version_spans) == (sequence.finish_reason, sequence.version_spans)

@@ -14,6 +14,7 @@ from unbroken.types import (
     NO_VERSION,
     EncodedImage,
     FinishReason,
+    LogitControls,
     SampleChunk,
     SampledSequence,
     SampleRequest,
@@ -160,11 +161,11 @@ def chunk(*ids: int, num_logprobs: int | None = None, **changes: Any) -> SampleC
 
 def test_chunks_join_to_a_sequence_if_each_is_whole_and_the_last_one_ends_it():
     ending = {"finish_reason": FinishReason.STOP, "version_spans": (VersionSpan(start=0, stop=3, policy_version=1),)}
-    joined = SampleChunk.join([chunk(5, 6), chunk(2, **ending)], temperature=0.5)
+    joined = SampleChunk.join([chunk(5, 6), chunk(2, **ending)], params=SamplingParams(temperature=0.5))
     assert (joined.completion_ids.tolist(), joined.temperature) == ([5, 6, 2], 0.5)
     assert joined.finish_reason is FinishReason.STOP
     with pytest.raises(InvariantError, match="the last chunk of a completion must have a finish reason"):
-        SampleChunk.join([chunk(5, 6)], temperature=1.0)
+        SampleChunk.join([chunk(5, 6)], params=SamplingParams())
     with pytest.raises(InvariantError, match="rollout_logprobs has 1 entries for 2 completion_ids of a chunk"):
         chunk(5, 6, num_logprobs=1)
 
@@ -201,13 +202,38 @@ def test_structures_are_refused_for_their_size_and_depth_and_for_nothing_else(fi
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 5), ("repetition_penalty", 1.1), ("top_p", 0.5)])
-def test_parameters_that_change_the_distribution_are_refused_where_nobody_says_the_kept_ids(name, value):
+def test_parameters_that_change_the_distribution_are_refused_where_nobody_follows_them(name, value):
     params = SamplingParams(**{name: value})
     check_reproducible(SamplingParams(temperature=0.7, max_tokens=9, seed=3), whose="the trainer's")
     with pytest.raises(SamplingError, match=rf"^sampling.{name} must be .*, got {value}: the trainer's logprobs would"):
         check_reproducible(params, whose="the trainer's")
-    if params.truncates:
-        check_reproducible(params, whose="the trainer's", has_kept_ids=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": ((3, 101.0),)}, r"^logit_bias must be pairs of an id and a number in \[-100, 100\]"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "^logit_bias must be .*, no id twice"),
+        ({"logit_bias": tuple((number, 1.0) for number in range(1025))}, "^logit_bias must be at most 1024, .* 1025"),
+        ({"bad_words_ids": ((),)}, "^bad_words_ids must be a tuple of non-empty tuples of ids"),
+        ({"min_tokens": -1}, "^min_tokens must be a whole number"),
+        (
+            {"allowed_token_ids": (3, 4), "bad_words_ids": ((3,),), "min_tokens": 1, "stop_token_ids": (4,)},
+            "^allowed_token_ids must have an id that bad_words_ids and min_tokens leave possible",
+        ),
+    ],
+)
+def test_controls_that_no_engine_could_follow_are_refused(params, message):
+    with pytest.raises(SamplingError, match=message):
+        SamplingParams(**params)
+
+
+def test_only_what_changes_logits_is_a_control():
+    assert SamplingParams(top_k=3, min_tokens=4, temperature=0.3).controls is None  # without an id that ends the turn
+    controls = SamplingParams(min_tokens=4, stop_token_ids=(9, 2)).controls
+    assert controls == LogitControls(min_tokens=4, stop_token_ids=(2, 9))
+    assert LogitControls.from_json({"top_k": 3, **controls.to_json()}) == controls
+    assert LogitControls.from_json({"top_k": 3}) is None
 
 
 def test_i2_a_row_may_leave_sampled_ids_out_of_the_loss():

@@ -116,16 +116,17 @@ class AsyncClient:
             ServerUnreachableError: there was no connection at any retry.
             ServerError: the server failed.
         """
+        params = params or SamplingParams()
         body = {
             "prompts": [p if isinstance(p, str) else _list_ids(p, name="prompts") for p in prompts],
-            "params": _encode_params(params or SamplingParams()),
+            "params": _encode_params(params),
             "n": n,
             "adapter": adapter,
             "session_id": session_id,
         }
         held = await read_images(images, len(prompts))
         answer = await self._calls.post_with_images("/v1/sample", body, held, mm_processor_kwargs)
-        results = [_read_result(result) for result in answer["results"]]
+        results = [_read_result(result, params) for result in answer["results"]]
         for index, result in enumerate(results):
             _check_images(result.image_sha256s, held, index)
         return results
@@ -354,15 +355,18 @@ def _list_ids(ids: Sequence[int] | TokenIds, *, name: str) -> TokenIds:
 
 
 def _encode_params(params: SamplingParams) -> dict[str, Any]:
-    """Encode sampling parameters. What is returned besides is left out unless set: older servers refuse the keys."""
-    return {key: value for key, value in asdict(params).items() if value or not key.startswith("return_")}
+    """Encode sampling parameters. Some are left out unless set: older servers refuse the keys."""
+    return {key: value for key, value in asdict(params).items() if value or not key.startswith(_LATER)}
 
 
-def _read_result(value: Mapping[str, Any]) -> SampleResult:
+_LATER = ("return_", "logit_bias", "allowed_token_ids", "min_tokens", "bad_words_ids")
+
+
+def _read_result(value: Mapping[str, Any], params: SamplingParams) -> SampleResult:
     """Read one prompt's answer. The types check that its parts fit together."""
     return SampleResult(
         prompt_ids=token_ids(value["prompt_ids"]),
-        sequences=tuple(_read_sequence(sequence) for sequence in value["sequences"]),
+        sequences=tuple(_read_sequence(sequence, params) for sequence in value["sequences"]),
         image_sha256s=tuple(value.get("image_sha256s", ())),
     )
 
@@ -388,13 +392,14 @@ def _read_scored(value: Mapping[str, Any]) -> ScoredSequence:
     return ScoredSequence(logprobs=value["logprobs"], top_logprobs=_read_top_logprobs(value["top_logprobs"]))
 
 
-def _read_sequence(value: Mapping[str, Any]) -> SampledSequence:
+def _read_sequence(value: Mapping[str, Any], params: SamplingParams) -> SampledSequence:
     return SampledSequence(
         completion_ids=token_ids(value["completion_ids"]),
         rollout_logprobs=value["rollout_logprobs"],
         finish_reason=FinishReason(value["finish_reason"]),
         version_spans=_read_spans(value["policy_versions"]),
         temperature=value["temperature"],
+        controls=params.controls,  # a server that does not know them has refused the request
         top_logprobs=_read_top_logprobs(value["top_logprobs"]),
         routed_experts=read_experts(value.get("routed_experts")),
         kept_ids=read_kept_ids(value.get("kept_ids")),

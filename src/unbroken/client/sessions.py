@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
 from unbroken.client.calls import Calls
-from unbroken.types import EncodedImage, ImageSpan, TrainingSample, read_kept_ids
+from unbroken.types import ControlSpan, EncodedImage, ImageSpan, TrainingSample, read_kept_ids
 
 SessionStatus = Literal["open", "finished", "expired"]
 _PAGE = 1000
@@ -161,4 +161,6 @@ def _read_sample(row: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> 
         ImageSpan(**{name: value for name, value in span.items() if name != "sha256"}, image=images[span["sha256"]])
         for span in row["images"]
     ]
-    return TrainingSample(**{**row, "images": tuple(spans), "kept_ids": read_kept_ids(row.get("kept_ids"))})
+    controls = tuple(map(ControlSpan.from_json, row.get("controls", ())))
+    kept = read_kept_ids(row.get("kept_ids"))
+    return TrainingSample(**{**row, "images": tuple(spans), "kept_ids": kept, "controls": controls})

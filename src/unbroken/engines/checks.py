@@ -28,6 +28,12 @@ def check_request(request: SampleRequest, *, vocab_size: int, context_length: in
                 f"stop_token_ids must lie in [0, {vocab_size}), got {stop_id}: the model can never sample it, "
                 "so it belongs to another tokenizer"
             )
+    controls = request.params.controls
+    if controls is not None and controls.largest_id >= vocab_size:
+        raise SamplingError(
+            f"logit_bias, allowed_token_ids and bad_words_ids must name ids in [0, {vocab_size}), got "
+            f"{controls.largest_id}: it belongs to another tokenizer"
+        )
     if len(request.prompt_ids) >= context_length:
         raise ContextOverflowError(num_prompt_tokens=len(request.prompt_ids), context_length=context_length)
 

@@ -225,8 +225,7 @@ class ScriptedEngine:
         async with aclosing(self._answer(request)) as answer:
             async for chunk in answer:
                 chunks[chunk.index].append(chunk)
-        temperature = request.params.temperature or 1.0
-        sequences = tuple(SampleChunk.join(own, temperature=temperature) for own in chunks)
+        sequences = tuple(SampleChunk.join(own, params=request.params) for own in chunks)
         self._histories.add(request, sequences)
         return self._result(request, sequences)
 

@@ -115,7 +115,7 @@ class VllmServer:
         return [
             SampleResult(
                 prompt_ids=prompt_ids if given == SAME else token_ids(given),
-                sequences=tuple(SampleChunk.join([chunk], temperature=params.temperature or 1.0) for chunk in chunks),
+                sequences=tuple(SampleChunk.join([chunk], params=params) for chunk in chunks),
             )
         ]
 
@@ -215,6 +215,13 @@ class VllmServer:
                 f"return_kept_ids with {params.truncations} needs top_k too on {self.base_url}: vLLM returns the most "
                 "likely ids only, and the trainer needs all that were kept"
             )
+        # Without text there are only ids, and which of its own ends of text vLLM forbids too, no answer says.
+        for name in ("bad_words_ids", "min_tokens"):
+            if value := getattr(params, name):
+                raise SamplingError(
+                    f"{name} must be left out with {self.base_url}, got {value}: stock vLLM takes it only in a way "
+                    "that the trainer cannot follow; serve the model by `unbroken serve --engine vllm`"
+                )
         if not self._applies_sampling:
             self._check_raw(params)
         named = {} if adapter is None else {"model": adapter}
@@ -267,6 +274,10 @@ def _encode(params: SamplingParams, n: int, vocab_size: int) -> dict[str, Any]:
         # One more than asked for: vLLM counts the sampled id among them, at any rank.
         "logprobs": min(most + 1, vocab_size) if (most := _count_logprobs(params)) else 0,
     }
+    if params.logit_bias:
+        fields["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias}
+    if params.allowed_token_ids:
+        fields["allowed_token_ids"] = list(params.allowed_token_ids)
     if form is not None:
         fields["structured_outputs"] = {
             key: value

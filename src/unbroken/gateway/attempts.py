@@ -174,7 +174,6 @@ class PendingTurn:
 
     async def _sample_streamed(self) -> None:
         parts: list[list[SampleChunk]] = [[] for _ in range(self.request.n)]
-        temperature = self.request.params.temperature or 1.0
         async with aclosing(self._service.stream([self.request])) as chunks:
             async for _, chunk in chunks:
                 parts[chunk.index].append(chunk)
@@ -183,7 +182,7 @@ class PendingTurn:
                     self._add(chunk)
                     continue
                 _check_complete(chunk.finish_reason)
-                await self._end_completion(chunk, SampleChunk.join(parts[chunk.index], temperature=temperature))
+                await self._end_completion(chunk, SampleChunk.join(parts[chunk.index], params=self.request.params))
 
     async def _end_completion(self, last: SampleChunk, sequence: SampledSequence) -> None:
         """Record a completion, and hand out its last chunk."""

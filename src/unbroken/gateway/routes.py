@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from fastapi import Query, Request, Response
 from pydantic import Field
 
 from unbroken.errors import SamplingError
-from unbroken.gateway.session import SessionSettings
+from unbroken.gateway.session import CONTROLS, SessionSettings
 from unbroken.gateway.sessions import Sessions
 from unbroken.gateway.state import RecordedTurn, SessionState, name_images
 from unbroken.ledger.export import export_samples
@@ -183,9 +183,9 @@ async def _check_settings(request: Request, settings: SessionSettings) -> None:
     """
     context = get_context(request)
     check_size(settings.metadata, name="metadata")
-    sampling = SamplingFields(**settings.sampling.model_dump(exclude={"max_tokens", "return_kept_ids"}))
+    sampling = SamplingFields(**settings.sampling.model_dump(exclude={"max_tokens", "return_kept_ids", *CONTROLS}))
     try:
-        sampling.to_params(end_ids=(), max_tokens=1, num_top_logprobs=0)
+        replace(sampling.to_params(end_ids=(), max_tokens=1, num_top_logprobs=0), **settings.sampling.controls)
     except SamplingError as error:
         raise HttpError(400, f"sampling.{error}", param="sampling") from None
     if (options := settings.template_options) is not None:
@@ -233,6 +233,7 @@ def _format_sample(sample: TrainingSample) -> dict[str, Any]:
         "temperature": sample.temperature,
         "images": [_format_span(span) for span in sample.images],
         **_format_kept(sample.kept_ids),
+        **({"controls": [span.to_json() for span in sample.controls]} if sample.controls else {}),
     }
 
 
@@ -272,6 +273,7 @@ def _format_node(node: Node) -> dict[str, Any]:
         "images": [_format_span(span) for span in node.images],
         "temperature": node.temperature,
         **_format_kept(node.kept_ids),
+        **({} if node.controls is None else {"controls": node.controls.to_json()}),
     }
 
 

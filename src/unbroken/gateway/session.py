@@ -26,7 +26,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.prompts import Prompt, PromptBuilder
 from unbroken.rollout.seeds import derive_seed
 from unbroken.server.context import ServerContext
-from unbroken.server.http.bodies import StrictBody
+from unbroken.server.http.bodies import Biases, Ids, StrictBody, Words
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.server.questions import PlainTurn, continue_prompt
@@ -37,6 +37,8 @@ from unbroken.types import SampledSequence, SampleRequest
 
 _MAX_BROKEN = 4
 """Broken streams whose text is kept for each session."""
+CONTROLS = ("logit_bias", "allowed_token_ids", "min_tokens", "bad_words_ids")
+"""Sampling parameters of sessions that no dialect has."""
 _ABORTED_IDS = f"{Event.ABORTED}/sampled_ids"
 
 
@@ -53,11 +55,25 @@ class _SessionSampling(StrictBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: Biases = Field(default_factory=list)
+    allowed_token_ids: Ids = Field(default_factory=list)
+    min_tokens: int = 0
+    bad_words_ids: Words = Field(default_factory=list)
     seed: int | None = None
     return_kept_ids: bool | None = None
     """Record the ids that each id was sampled from, where top-k, top-p or min-p cut any, for a trainer."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Most ids of one turn. The agent may ask for fewer."""
+
+    @property
+    def controls(self) -> dict[str, Any]:
+        """Those that no dialect has, by the names of `SamplingParams`."""
+        return {
+            "logit_bias": tuple(self.logit_bias),
+            "allowed_token_ids": tuple(self.allowed_token_ids),
+            "min_tokens": self.min_tokens,
+            "bad_words_ids": tuple(map(tuple, self.bad_words_ids)),
+        }
 
 
 class _SessionLimits(StrictBody):
@@ -124,7 +140,7 @@ class Session:
         self.state = state
         self._writer = writer
         self._max_in_flight = min(max_in_flight, self.settings.limits.in_flight or max_in_flight)
-        self._forced_sampling = self.settings.sampling.model_dump(exclude_none=True)
+        self._forced_sampling = self.settings.sampling.model_dump(exclude_none=True, exclude=set(CONTROLS))
         self._opening = asyncio.Lock()
         """One request at a time is matched and gets its prompt."""
         self._recording = asyncio.Lock()
@@ -322,6 +338,7 @@ class Session:
             template_options=question.template_options if options is None else options,
             session_id=self.record.session_id,
             returns_kept_ids=returns_kept_ids,
+            controls=self.settings.sampling.controls,
         )
 
     def _place(self, context: ServerContext, question: Question) -> _Placed:

@@ -8,7 +8,17 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.types import NO_VERSION, BoolMask, ImageSpan, KeptIds, Logprobs, RoutedExperts, TokenIds
+from unbroken.types import (
+    NO_VERSION,
+    BoolMask,
+    ControlSpan,
+    ImageSpan,
+    KeptIds,
+    LogitControls,
+    Logprobs,
+    RoutedExperts,
+    TokenIds,
+)
 
 
 class Origin(StrEnum):
@@ -87,6 +97,8 @@ class Node:
     routed_start: int = 0
     kept_ids: KeptIds | None = None
     """[K] of a sampled node, if the engine returned them."""
+    controls: LogitControls | None = None
+    """What changed the logits of a sampled node; None if nothing did."""
 
     @property
     def sampled_mask(self) -> BoolMask:
@@ -134,6 +146,8 @@ class Path:
     """[R, L, K] the experts of the first R ids, as they were first computed; None if none are known."""
     kept_ids: KeptIds | None = None
     """[T] the ids that each id was sampled from; None if none are known."""
+    controls: tuple[ControlSpan, ...] = ()
+    """For each completion on the path where anything changed the logits."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:

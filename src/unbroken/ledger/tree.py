@@ -44,6 +44,7 @@ from unbroken.rendering.base import TEMPLATE
 from unbroken.types import (
     NO_VERSION,
     BoolMask,
+    ControlSpan,
     FinishReason,
     ImageSpan,
     KeptIds,
@@ -165,6 +166,7 @@ class TokenTree:
                 routed_experts=experts,
                 routed_start=routed_start,
                 kept_ids=sequence.kept_ids,
+                controls=sequence.controls,
             )
         )
 
@@ -172,19 +174,28 @@ class TokenTree:
         """Get the path from the start of the sequence to `position`."""
         steps = self._steps(position)
         parts = [(self._nodes[step.node], step.offset) for step in steps]
+        segments = self._segments(position)
         return Path(
             token_ids=self.token_ids(position),
             sampled_mask=_concatenate([node.sampled_mask[:size] for node, size in parts]),
             rollout_logprobs=_concatenate([node.rollout_logprobs[:size] for node, size in parts]),
             policy_versions=_concatenate([node.policy_versions[:size] for node, size in parts]),
             message_indices=_concatenate([node.message_indices[:size] for node, size in parts]),
-            segments=self._segments(position),
+            segments=segments,
             images=self.images(position),
             temperatures=tuple(dict.fromkeys(node.temperature for node, _ in parts if node.temperature is not None)),
             routed_experts=self._join_experts(steps),
             kept_ids=KeptIds.join(
                 [(None if node.kept_ids is None else node.kept_ids.cut(size), size) for node, size in parts]
             ),
+            controls=self._find_controls(segments),
+        )
+
+    def _find_controls(self, segments: Sequence[Segment]) -> tuple[ControlSpan, ...]:
+        return tuple(
+            ControlSpan(start=each.start, stop=each.stop, controls=controls)
+            for each in segments
+            if (controls := self._nodes[each.node].controls) is not None
         )
 
     def token_ids(self, position: Position) -> TokenIds:
@@ -387,6 +398,7 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float) -> TrainingS
         images=tuple(image for image in path.images if image.offset < end),
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
         kept_ids=None if path.kept_ids is None else path.kept_ids.cut(end),
+        controls=tuple(replace(each, stop=min(each.stop, end)) for each in path.controls if each.start < end),
     )
 
 

@@ -40,7 +40,9 @@ class ThinkingBound:
             InvalidInputError: the end of reasoning is not known, or two requests could not sample what one does.
         """
         # An engine looks for stop strings, counts ids and follows a format from the start of a completion on.
-        for which in ("stop_strings", "structured_output", "presence_penalty", "frequency_penalty", "num_top_logprobs"):
+        by_text = ("stop_strings", "structured_output", "bad_words_ids")
+        by_count = ("presence_penalty", "frequency_penalty", "min_tokens", "num_top_logprobs")
+        for which in (*by_text, *by_count):
             if value := getattr(params, which):
                 raise InvalidInputError(
                     f"{name} = {num_ids} cannot be combined with sampling.{which}, got {value!r}: a turn is sampled in "

@@ -203,7 +203,8 @@ class Sampler:
             sampling,
             seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
             return_routed_experts=sampling.return_routed_experts or self.returns_experts,
-            return_kept_ids=self.sampling is None and sampling.truncates,
+            # Always, for a trainer: an agent may ask for a format, which cuts too.
+            return_kept_ids=self.sampling is None,
         )
 
     async def _run_agents(

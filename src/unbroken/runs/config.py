@@ -25,7 +25,7 @@ from unbroken.runs.profiler import parse_steps
 from unbroken.runs.python_files import DataName, FunctionName, ModelName
 from unbroken.training.config import LoopConfig, LoraUpdates, TrackerConfig, TrainerConfig
 from unbroken.training.loss_config import OverlongConfig
-from unbroken.types import InFlight, Numerics, SamplingParams, check_reproducible
+from unbroken.types import InFlight, Numerics, SamplingParams
 from unbroken.untrusted import MAX_KEYS_BYTES, read_text
 
 if TYPE_CHECKING:
@@ -387,9 +387,8 @@ class RolloutConfig:
     """Trajectories of one problem, whose rewards are compared. Raise it where most groups have equal rewards; 1 only
     with reinforce_plus_plus, which compares those of all problems."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Temperature, top-k, top-p and min-p may change the distribution: the engine says which ids were kept, and the
-    trainer's distribution is over these. Penalties and structured output are refused, because the trainer computes
-    logprobs without them."""
+    """All of them may change the distribution: the trainer's is the same. Of top-k, top-p, min-p and a structured
+    output the engine says which ids were kept; the trainer applies the others to its own logits."""
     limits: Limits = field(default_factory=Limits)
     tools_in_messages: bool = False
     """Whether the tasks' own messages describe their tools, so that the chat template need not show them. Otherwise
@@ -415,7 +414,16 @@ class RolloutConfig:
             raise InvalidInputError(f"key_file must be given exactly with listen, got {self.key_file}, {self.listen}")
         if self.listen is not None:
             parse_address(self.listen, field="listen")
-        check_reproducible(self.sampling, whose="the trainer's", has_kept_ids=True)
+        if self.sampling.min_tokens >= self.sampling.max_tokens:
+            raise InvalidInputError(
+                f"sampling.min_tokens must be < sampling.max_tokens, {self.sampling.max_tokens}, got "
+                f"{self.sampling.min_tokens}: no turn could end"
+            )
+        if self.sampling.structured_output is not None and self.sampling.temperature == 0:
+            raise InvalidInputError(
+                "sampling.structured_output must be left out at sampling.temperature 0: engines say which ids were "
+                "kept only where ids are drawn"
+            )
 
     @property
     def has_samplers(self) -> bool:
@@ -428,6 +436,11 @@ class RolloutConfig:
             raise InvalidInputError(
                 f"rollouts.samplers must be 0 with engine.kind {kind}, whose engine is in the trainer's process, got "
                 f"{self.samplers}: take started or server"
+            )
+        if self.sampling.structured_output is not None and kind is EngineKind.EMBEDDED:
+            raise InvalidInputError(
+                f"rollouts.sampling.structured_output must be left out with engine.kind {kind}, which has none: take "
+                "another, whose engine is vLLM"
             )
         if self.listen is not None and kind is not EngineKind.SERVER:
             raise InvalidInputError(
@@ -607,9 +620,9 @@ class RunConfig:
             ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
             (
                 "rollouts.sampling",
-                self.rollouts.sampling.truncates and self.teacher.needs_all_ids,
-                "without top_k, top_p and min_p with teacher.prompt, teacher.top_k or a teacher at a server, where "
-                "nobody is told what was kept",
+                not self.rollouts.sampling.is_plain and self.teacher.needs_all_ids,
+                "without parameters that cut or change logits with teacher.prompt, teacher.top_k or a teacher at a "
+                "server, which do not know them",
             ),
             (
                 "rollouts.limits.thinking_tokens",

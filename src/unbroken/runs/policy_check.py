@@ -136,9 +136,9 @@ async def sample_probes(
     Returns the prompts, and a row for each sample.
     """
     prompts = await asyncio.to_thread(_make_prompts, renderer, problems, engine, num=_count_prompts(engine))
-    plain = SamplingParams(
-        temperature=sampling.temperature or 1.0, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
-        return_kept_ids=sampling.truncates, return_routed_experts=returns_experts, max_tokens=_NUM_IDS,
+    plain = replace(
+        sampling, temperature=sampling.temperature or 1.0, structured_output=None, stop_token_ids=(), stop_strings=(),
+        num_top_logprobs=0, return_kept_ids=True, return_routed_experts=returns_experts, max_tokens=_NUM_IDS,
     )  # fmt: skip
 
     requests = [_make_request(prompt, f"together-{k}", replace(plain, seed=k)) for k, prompt in enumerate(prompts)]

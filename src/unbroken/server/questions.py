@@ -230,7 +230,7 @@ async def continue_prompt(
         num_top_logprobs=question.num_top_logprobs,
         structured_output=await _constrain_reply(context, question, renderer, prompt),
     )
-    params = replace(sampling, return_kept_ids=question.returns_kept_ids)
+    params = replace(sampling, return_kept_ids=question.returns_kept_ids, **question.controls)
     answer_id = f"{id_prefix}{uuid4().hex}"
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
@@ -328,8 +328,7 @@ class _OpenPart:
         self.chunks.append(chunk)
         if chunk.finish_reason is None:
             return chunk
-        temperature = self.request.params.temperature or 1.0
-        whole = self.first.then(self.given_ids, SampleChunk.join(self.chunks, temperature=temperature))
+        whole = self.first.then(self.given_ids, SampleChunk.join(self.chunks, params=self.request.params))
         facts = {name: getattr(whole, name) for name in ("version_spans", "routed_experts", "queue_s")}
         return replace(chunk, **facts)
 
@@ -365,7 +364,7 @@ class _BoundedService:
                     yield 0, chunk
         opened: list[_OpenPart] = []
         for index, of_first in sorted(parts.items()):
-            first = SampleChunk.join(of_first, temperature=request.params.temperature or 1.0)
+            first = SampleChunk.join(of_first, params=request.params)
             rest = await self._plan(request, first, index)
             if rest is None:
                 yield 0, of_first[-1]

@@ -91,6 +91,8 @@ class Question:
     """Name of the conversation of Responses that the answer is added to."""
     returns_kept_ids: bool = False
     """Whether the answer is recorded with the ids that it was sampled from."""
+    controls: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that the dialect has no field for, by the names of `SamplingParams`."""
     retry: RetryHint
 
     def choose_max_tokens(self, prompt_length: int, *, context_length: int) -> int:

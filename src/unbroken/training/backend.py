@@ -224,13 +224,17 @@ class TrainerBackend:
             check_experts(samples, self._routers)
 
     def _check_ids(self, sample: TrainingSample, row: str) -> None:
-        kept = 0 if sample.kept_ids is None else sample.kept_ids.token_ids.max(initial=0)
-        if (largest := max(sample.token_ids.max(), kept)) >= self.vocab_size:
-            name = "kept_ids" if sample.token_ids.max() < largest else "token_ids"
-            raise InvalidInputError(
-                f"{row}.{name} contains {largest}, and the model's vocabulary ends at {self.vocab_size - 1}: is this "
-                "the model that sampled?"
-            )
+        largest = {
+            "token_ids": sample.token_ids.max(),
+            "kept_ids": 0 if sample.kept_ids is None else sample.kept_ids.token_ids.max(initial=0),
+            "controls": max((span.controls.largest_id for span in sample.controls), default=0),
+        }
+        for name, value in largest.items():
+            if value >= self.vocab_size:
+                raise InvalidInputError(
+                    f"{row}.{name} contains {value}, and the model's vocabulary ends at {self.vocab_size - 1}: is this "
+                    "the model that sampled?"
+                )
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""

@@ -131,8 +131,8 @@ def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
             f"{len(row.token_ids) - start} ids from the first sampled one on: leave teacher.prompt out, or take a task "
             "of one turn"
         )
-    if row.images or row.kept_ids is not None:
-        what = "images" if row.images else "kept_ids"
+    if row.images or row.kept_ids is not None or row.controls:
+        what = "images" if row.images else "controls" if row.controls else "kept_ids"
         raise InvalidInputError(f"a teacher with its own prompt must have rows without {what}, and one has some")
     length = len(task.prompt_ids)
 

@@ -5,6 +5,7 @@ logarithms. All types are immutable and checked when built, so no later stage ha
 """
 
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real, is_whole, token_ids
+from unbroken.types.controls import ControlSpan, LogitControls
 from unbroken.types.images import EncodedImage, ImageSpan, encode_image_settings, find_misplaced_span
 from unbroken.types.recorded import (
     KeptIds,
@@ -43,11 +44,13 @@ __all__ = [
     "NO_VERSION",
     "TEMPERATURE_RANGE",
     "BoolMask",
+    "ControlSpan",
     "EncodedImage",
     "FinishReason",
     "ImageSpan",
     "InFlight",
     "KeptIds",
+    "LogitControls",
     "Logprobs",
     "Numerics",
     "RoutedExperts",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from unbroken.errors import SamplingError
 from unbroken.types.arrays import MAX_DEPTH, TokenIds, is_deep, is_real, is_text, is_whole, token_ids
+from unbroken.types.controls import LogitControls
 from unbroken.types.images import ImageSpan, find_misplaced_span
 
 TEMPERATURE_RANGE = (0.01, 100.0)
@@ -20,6 +21,9 @@ MAX_STOP_STRINGS = 256
 """All are searched after every id, while the other rows wait."""
 MAX_STRUCTURE = 2**20
 """Most characters of a structured output. A grammar of 60 MB would occupy an engine for minutes."""
+_MAX_CONTROL_IDS, _MAX_BAD_WORDS = 1024, 128
+"""Most ids of a bias or an allowed set, and most bad words (and stop ids with `min_tokens`): vLLM's sampler on a GPU
+takes no more."""
 
 
 class Numerics(StrEnum):
@@ -83,22 +87,22 @@ _ELSEWHERE = {
     "temperature 0 is greedy": "do_sample",
     "in a run it is rollouts.group_size": "n num_return_sequences",
     "logprobs of all sampled ids are always returned": "logprobs prompt_logprobs",
-    "logprobs would be of another distribution than the model's at this temperature": "min_tokens min_new_tokens "
-    "min_length bad_words bad_words_ids suppress_tokens begin_suppress_tokens allowed_token_ids logit_bias "
-    "sequence_bias no_repeat_ngram_size logits_processors guidance_scale watermarking watermarking_config typical_p "
+    "its name is min_tokens": "min_new_tokens min_length",
+    "its name is bad_words_ids, and it takes ids": "bad_words suppress_tokens",
+    "its name is logit_bias, of single ids": "sequence_bias",
+    "logprobs would be of another distribution than the model's at this temperature": "begin_suppress_tokens "
+    "no_repeat_ngram_size logits_processors guidance_scale watermarking watermarking_config typical_p "
     "epsilon_cutoff eta_cutoff top_h penalty_alpha num_beams length_penalty early_stopping diversity_penalty "
     "forced_bos_token_id forced_eos_token_id",
     "in a run it is rollouts.limits.thinking_tokens": "thinking_token_budget",
     "a completion ends with a stop id, a stop string or max_tokens": "ignore_eos max_time repetition_detection",
     "it changes text alone, and completions are ids": "skip_special_tokens spaces_between_special_tokens detokenize "
     "include_stop_str_in_output",
-    "the trainer's logprobs would be of another distribution; a recipe in Python may give it for evaluations": (
-        "presence_penalty frequency_penalty repetition_penalty structured_output"
-    ),
+    "a recipe in Python gives it, RolloutConfig(sampling=SamplingParams(structured_output=...))": "structured_output",
     "each rollout has one of its own, by the run's seed": "seed",
     "rollouts keep the logprobs of sampled ids alone": "num_top_logprobs",
     "trainer.routing_replay asks for them": "return_routed_experts",
-    "rollouts ask for them where top_k, top_p or min_p cut": "return_kept_ids",
+    "rollouts ask for them where top_k, top_p, min_p or a format cuts": "return_kept_ids",
 }
 """Why parameters of transformers' `GenerationConfig` and vLLM's `SamplingParams` are not here, and why some that are
 here, for requests, are no settings of a run."""
@@ -108,9 +112,8 @@ here, for requests, are no settings of a run."""
 class SamplingParams:
     """How to sample. Returned logprobs are those of the distribution after all parameters were applied.
 
-    The trainer reproduces `temperature`, by scaling its logits, and top-k, top-p and min-p by the ids that they kept
-    (`return_kept_ids`). With penalties the sampled distribution differs from the trainer's: their ratio is not 1 even
-    at equal weights.
+    The trainer reproduces all of them: `temperature` by scaling its logits, what changes logits by changing its own
+    (`controls`), and top-k, top-p, min-p and a structured output by the ids that they kept (`return_kept_ids`).
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {name: why for why, names in _ELSEWHERE.items() for name in names.split()}
@@ -129,11 +132,24 @@ class SamplingParams:
     """Keep tokens whose probability is at least this fraction of the highest one."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or completion (CTRL, arXiv:1909.05858);
-    0.01 to 100."""
+    0.01 to 100. Raise it a little (1.05) where a model repeats itself until turns are cut."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens already in the completion; -2 to 2, as in OpenAI's API and vLLM."""
+    """Subtracted once from the logits of tokens already in the completion; -2 to 2, as in OpenAI's API and vLLM. Raise
+    it where completions of one problem are all alike."""
     frequency_penalty: float = 0.0
-    """Subtracted once per occurrence in the completion; -2 to 2."""
+    """Subtracted once per occurrence in the completion; -2 to 2. Raise it where a model repeats single words."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of an id and a number in [-100, 100], which is added to its logit: `[[1234, -5.0]]`. Give one where a few
+    ids are sampled too often or never, such as the one that ends reasoning."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only ids that may be sampled, the ids that end a turn among them; empty: all. Give them where the answer is
+    one of a few ids, such as the letters of a choice."""
+    min_tokens: int = 0
+    """How many ids are sampled before one that ends the turn may be. Raise it where a model ends turns at once."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that are never sampled, each a word as it is encoded, also with the space before it:
+    `[[1234], [17, 18]]`. Give them where rollouts write what must never be learned, such as the tags of another
+    format."""
     seed: int | None = None
     """Makes the request repeatable on the same engine, however it is batched; each of n completions has its own random
     stream. None draws a new seed."""
@@ -142,15 +158,16 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     """Texts that end the completion; the tokens that spell them are kept, like all sampled ones."""
     structured_output: StructuredOutput | None = None
-    """A format that the text must have; not every engine supports it."""
+    """A format that the text of each turn must have, by vLLM. Give one where rewards can judge only replies of this
+    form, and the model rarely writes it."""
     num_top_logprobs: int = 0
     """How many of the most likely tokens to report at each position, in addition to the sampled one."""
     return_routed_experts: bool = False
     """Return the experts that computed each id (`SampledSequence.routed_experts`), L * K bytes an id; for a model with
     experts in an engine that was started to record them."""
     return_kept_ids: bool = False
-    """Return the ids that each id was sampled from (`SampledSequence.kept_ids`), 4 bytes each, if top-k, top-p or min-p
-    cut any. Rollouts of a run do so by themselves."""
+    """Return the ids that each id was sampled from (`SampledSequence.kept_ids`), 4 bytes each, if top-k, top-p, min-p
+    or a format cuts any. Rollouts of a run do so by themselves."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -162,6 +179,10 @@ class SamplingParams:
             ("repetition_penalty", is_real(self.repetition_penalty, 0.01, 100), "a number in [0.01, 100]"),
             ("presence_penalty", is_real(self.presence_penalty, -2, 2), "a number in [-2, 2]"),
             ("frequency_penalty", is_real(self.frequency_penalty, -2, 2), "a number in [-2, 2]"),
+            ("logit_bias", _is_bias(self.logit_bias), "pairs of an id and a number in [-100, 100], no id twice"),
+            ("allowed_token_ids", _is_tuple(self.allowed_token_ids, _is_id), "a tuple of ids in [0, 2**31)"),
+            ("min_tokens", is_whole(self.min_tokens, 0), "a whole number in [0, 2**31)"),
+            ("bad_words_ids", _is_tuple(self.bad_words_ids, _is_word), "a tuple of non-empty tuples of ids"),
             ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "None or a whole number in [0, 2**63)"),
             ("stop_token_ids", _is_tuple(self.stop_token_ids, _is_id), "a tuple of ids in [0, 2**31)"),
             ("stop_strings", _is_tuple(self.stop_strings, is_text), "a tuple of non-empty strings"),
@@ -180,6 +201,36 @@ class SamplingParams:
                 f"stop_strings must be at most {MAX_STOP_STRINGS} strings of 65536 characters together, got "
                 f"{len(self.stop_strings)} of {sum(map(len, self.stop_strings))}"
             )
+        self._check_controls()
+
+    def _check_controls(self) -> None:
+        limits = (
+            ("logit_bias", self.logit_bias, _MAX_CONTROL_IDS),
+            ("allowed_token_ids", self.allowed_token_ids, _MAX_CONTROL_IDS),
+            ("bad_words_ids", self.bad_words_ids, _MAX_BAD_WORDS),
+            ("stop_token_ids with min_tokens", self.stop_token_ids if self.min_tokens else (), _MAX_BAD_WORDS),
+        )
+        for name, values, most in limits:
+            if len(values) > most:
+                raise SamplingError(f"{name} must be at most {most}, which vLLM takes, got {len(values)}")
+        banned = {word[0] for word in self.bad_words_ids if len(word) == 1}
+        banned |= set(self.stop_token_ids if self.min_tokens else ())
+        if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):
+            raise SamplingError(
+                "allowed_token_ids must have an id that bad_words_ids and min_tokens leave possible, got "
+                f"{self.allowed_token_ids}"
+            )
+
+    @property
+    def controls(self) -> LogitControls | None:
+        """What changes the logits; None if nothing does."""
+        stops = sorted(set(self.stop_token_ids)) if self.min_tokens else ()
+        controls = LogitControls(
+            stop_token_ids=tuple(stops),
+            min_tokens=self.min_tokens if stops else 0,
+            **{name: getattr(self, name) for name in _RESHAPING if name != "min_tokens"},
+        )
+        return None if controls == LogitControls() else controls
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -188,39 +239,50 @@ class SamplingParams:
         A structured output may have a million characters, and is only said to be one.
         """
         plain = SamplingParams()
-        names = ("temperature", *_TRUNCATING, *_RESHAPING)
+        names = ("temperature", *_TRUNCATING)
         found = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
-        return {name: True if name == "structured_output" else value for name, value in found.items()}
+        found = {name: True if name == "structured_output" else value for name, value in found.items()}
+        return found if self.controls is None else found | self.controls.to_json()
 
     @property
     def truncates(self) -> bool:
-        """Whether ids are cut from the distribution by their probability; never of greedy sampling."""
+        """Whether ids are cut from the distribution by their probability or a format; never of greedy sampling."""
         return self.temperature > 0 and bool(self.truncations)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the distribution is the model's at this temperature, neither cut nor changed."""
+        return self.controls is None and not self.truncates
 
     @property
     def truncations(self) -> str:
         """The parameters that do so, with their values."""
-        plain = SamplingParams()
-        changed = [name for name in _TRUNCATING if getattr(self, name) != getattr(plain, name)]
-        return ", ".join(f"{name} {getattr(self, name)}" for name in changed)
+        return ", ".join(
+            name if name == "structured_output" else f"{name} {value}"
+            for name, value in self.changes.items()
+            if name in _TRUNCATING
+        )
 
     def _has_temperature(self) -> bool:
         return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURE_RANGE)
 
 
-_TRUNCATING = ("top_k", "top_p", "min_p")
-_RESHAPING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_output")
-"""Parameters that change the distribution, besides the temperature and those that cut ids from it."""
+_TRUNCATING = ("top_k", "top_p", "min_p", "structured_output")
+"""Parameters that cut ids from the distribution."""
+_RESHAPING = (
+    *("logit_bias", "allowed_token_ids", "min_tokens", "bad_words_ids"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Parameters that change logits (`LogitControls`)."""
 
 
-def check_reproducible(params: SamplingParams, *, whose: str, has_kept_ids: bool = False) -> None:
-    """Raise `SamplingError`, which names the parameter, unless logprobs of a model alone are those of the sampler; or
-    with `has_kept_ids`, those of a model and the ids that were kept.
+def check_reproducible(params: SamplingParams, *, whose: str) -> None:
+    """Raise `SamplingError`, which names the parameter, unless logprobs of a model alone are those of the sampler.
 
-    `whose` they are is for the message, such as "the trainer's".
+    `whose` they are is for the message, such as "TRL's".
     """
     plain = SamplingParams()
-    for name in _RESHAPING if has_kept_ids else (*_TRUNCATING, *_RESHAPING):
+    for name in (*_TRUNCATING, *_RESHAPING):
         if getattr(params, name) != getattr(plain, name):
             raise SamplingError(
                 f"sampling.{name} must be {getattr(plain, name)}, got {getattr(params, name)}: {whose} logprobs would "
@@ -280,6 +342,17 @@ class SampleRequest:
 
 def _is_id(value: Any) -> bool:
     return is_whole(value, 0)
+
+
+def _is_word(value: Any) -> bool:
+    return _is_tuple(value, _is_id) and len(value) > 0
+
+
+def _is_bias(values: Any) -> bool:
+    def is_pair(value: Any) -> bool:
+        return isinstance(value, tuple) and len(value) == 2 and _is_id(value[0]) and is_real(value[1], -100, 100)
+
+    return _is_tuple(values, is_pair) and len({token_id for token_id, _ in values}) == len(values)
 
 
 def _is_tuple(values: Any, is_member: Callable[[Any], bool]) -> bool:

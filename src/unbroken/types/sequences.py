@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import EchoError, EngineError, InvariantError
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, count_common_prefix, freeze, token_ids
+from unbroken.types.controls import ControlSpan, LogitControls
 from unbroken.types.images import ImageSpan, find_misplaced_span
 from unbroken.types.recorded import KeptIds, RoutedExperts, routed_experts
 from unbroken.types.sampling import SampleRequest, SamplingParams
@@ -120,6 +121,8 @@ class SampledSequence:
     model did not compute; None for an aborted request."""
     kept_ids: KeptIds | None = None
     """[C] the ids that each id was sampled from, if requested and the request cuts any (`SamplingParams.truncates`)."""
+    controls: LogitControls | None = None
+    """What changed the logits (`SamplingParams.controls`); None if nothing did."""
     queue_s: float | None = None
     """Seconds from the engine's acceptance of the request until it began to compute this completion; None if the engine
     does not report it."""
@@ -178,6 +181,7 @@ class SampledSequence:
             finish_reason=FinishReason.ABORT,
             version_spans=(),
             temperature=params.temperature or 1.0,
+            controls=params.controls,
             top_logprobs=TopLogprobs.empty(params.num_top_logprobs),
         )
 
@@ -186,6 +190,8 @@ class SampledSequence:
         start = len(self.completion_ids) + len(given_ids)
         if self.top_logprobs is not None or later.top_logprobs is not None:
             raise InvariantError("completions with top_logprobs cannot be joined: a given id has none")
+        if self.controls != later.controls:
+            raise InvariantError(f"completions to be joined must have the same controls, got {later.controls} second")
         experts = later.routed_experts  # of all ids before too; those known earlier are those it was sampled with
         if experts is not None and self.routed_experts is not None:
             experts = np.concatenate([self.routed_experts, experts[len(self.routed_experts) :]])
@@ -316,8 +322,8 @@ class SampleChunk:
         )
 
     @staticmethod
-    def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
-        """Join all chunks of a completion, in order."""
+    def join(chunks: Sequence[SampleChunk], *, params: SamplingParams) -> SampledSequence:
+        """Join all chunks of a completion that was sampled so, in order."""
         whole = SampleChunk.merge(chunks)
         if whole.finish_reason is None:
             raise InvariantError("the last chunk of a completion must have a finish reason")
@@ -326,7 +332,8 @@ class SampleChunk:
             rollout_logprobs=whole.rollout_logprobs,
             finish_reason=whole.finish_reason,
             version_spans=whole.version_spans,
-            temperature=temperature,
+            temperature=params.temperature or 1.0,
+            controls=params.controls,
             routed_experts=whole.routed_experts,
             kept_ids=whole.kept_ids,
             queue_s=whole.queue_s,
@@ -423,6 +430,8 @@ class TrainingSample:
     """[R, L, K] the experts that computed the first R <= T ids when they were sampled; None if none are known."""
     kept_ids: KeptIds | None = None
     """[T] the ids that each id was sampled from, the whole vocabulary for given ones; None if nothing was cut."""
+    controls: tuple[ControlSpan, ...] = ()
+    """What changed the logits of sampled ids, for each completion where anything did: in order and without overlap."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))
@@ -453,7 +462,18 @@ class TrainingSample:
         _check_kept(self.kept_ids, self.token_ids, of="token_ids")
         if self.kept_ids is not None and self.kept_ids.sizes[~self.sampled_mask].any():
             raise InvariantError("only sampled ids have kept_ids, and a given one has some")
+        self._check_controls()
         self._check_images()
+
+    def _check_controls(self) -> None:
+        end = 0
+        for span in self.controls:
+            if not end <= span.start < span.stop <= len(self.token_ids):
+                raise InvariantError(
+                    f"controls must be in order and within {len(self.token_ids)} token_ids, got [{span.start}, "
+                    f"{span.stop}) after {end}"
+                )
+            end = span.stop
 
     def _check_images(self) -> None:
         if (problem := find_misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:

@@ -74,7 +74,7 @@ async def test_a_stream_joins_to_what_generate_returns(client: AsyncClient) -> N
     async for chunk in client.stream([1, 2, 3], params, n=2):
         chunks[chunk.index].append(chunk)
     for own, sequence in zip(chunks, whole.sequences, strict=True):
-        joined = SampleChunk.join(own, temperature=1.0)
+        joined = SampleChunk.join(own, params=SamplingParams())
         assert joined.completion_ids.tolist() == sequence.completion_ids.tolist()
         assert joined.rollout_logprobs.tobytes() == sequence.rollout_logprobs.tobytes()
         assert joined.version_spans == sequence.version_spans

@@ -224,7 +224,7 @@ async def test_servers_as_an_engine_take_spans_and_files_once_each() -> None:
         request = ask("i/0", 1, image_file(112, 112), settings='{"size":{"longest_edge":3136,"shortest_edge":784}}')
         (await engine.sample(request)).check_answers(request)
         chunks = [chunk async for chunk in engine.stream(request)]
-        assert len(SampleChunk.join(chunks, temperature=1.0).completion_ids) > 0
+        assert len(SampleChunk.join(chunks, params=SamplingParams()).completion_ids) > 0
         scored = await engine.score(request.prompt_ids, images=request.images)
         assert len(scored.logprobs) == len(request.prompt_ids) - 1
         seen = [own for one_engine in engines for own in one_engine.requests if own.images[0].settings != "{}"]

@@ -144,7 +144,7 @@ async def test_streams_and_scores_leave_a_server_whose_engine_died() -> None:
         await dies.close()
         for k in range(8):
             chunks = [chunk async for chunk in engine.stream(ask(f"{k}/0"))]
-            assert SampleChunk.join(chunks, temperature=1.0).completion_ids.tolist() == [5]
+            assert SampleChunk.join(chunks, params=SamplingParams()).completion_ids.tolist() == [5]
             assert len((await engine.score(np.array([1, 2, 3 + k]))).logprobs) == 2
         await engine.close()
 

@@ -36,7 +36,7 @@ async def sample_both_ways(engine: Any, request: SampleRequest) -> tuple[SampleR
     chunks = [chunk async for chunk in engine.stream(replace(request, request_id=f"{request.request_id}2"))]
     temperature = request.params.temperature or 1.0
     parts = [[chunk for chunk in chunks if chunk.index == k] for k in range(request.n)]
-    return result, [SampleChunk.join(part, temperature=temperature) for part in parts]
+    return result, [SampleChunk.join(part, params=SamplingParams(temperature=temperature)) for part in parts]
 
 
 async def test_a_client_gets_what_the_servers_engine_kept():

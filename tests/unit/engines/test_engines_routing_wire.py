@@ -51,7 +51,7 @@ async def test_a_client_gets_the_experts_of_the_servers_engine(dtype):
         chunks = [chunk async for chunk in http.stream(ask("b"))]
         none = await http.sample(ask("c", return_routed_experts=False))
         await http.close()
-    streamed = [SampleChunk.join([c for c in chunks if c.index == k], temperature=1.0) for k in range(2)]
+    streamed = [SampleChunk.join([c for c in chunks if c.index == k], params=SamplingParams()) for k in range(2)]
     for sequence in (*result.sequences, *streamed):
         assert sequence.routed_experts.dtype == dtype
         np.testing.assert_array_equal(sequence.routed_experts, make_experts(6, dtype))
@@ -87,7 +87,7 @@ async def test_a_stock_server_that_records_them_gives_them_and_another_is_refuse
         result = await http.sample(ask(max_tokens=9))
         chunks = [chunk async for chunk in http.stream(ask("b"))]
         await http.close()
-    for sequence in (*result.sequences, SampleChunk.join([c for c in chunks if c.index == 0], temperature=1.0)):
+    for sequence in (*result.sequences, SampleChunk.join([c for c in chunks if c.index == 0], params=SamplingParams())):
         np.testing.assert_array_equal(sequence.routed_experts, make_experts(6, np.uint8))
     async with listening(StockServer(engine()).make_app()) as url:
         http = await HttpEngine.connect([url], vocab_size=64)

@@ -66,7 +66,7 @@ async def test_the_label_of_the_weights_is_the_version_where_it_is_a_number(labe
         chunks = [chunk async for chunk in engine.stream(request("b"))]
         await engine.close()
     assert sequence.policy_versions.tolist() == [version] * 3
-    assert SampleChunk.join(chunks, temperature=1.0).policy_versions.tolist() == [version] * 3
+    assert SampleChunk.join(chunks, params=SamplingParams()).policy_versions.tolist() == [version] * 3
     assert engine.policy_version == version
 
 

@@ -16,7 +16,16 @@ from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.store.tables import TURN_COLUMNS, decode_turn, encode_turn
 from unbroken.ledger.tree import TokenTree
-from unbroken.types import KeptIds, SampledSequence, SampleRequest, SampleResult, SamplingParams, token_ids
+from unbroken.types import (
+    ControlSpan,
+    KeptIds,
+    LogitControls,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    token_ids,
+)
 
 
 def with_sets(sequence: SampledSequence, *sets: list[int]) -> SampledSequence:
@@ -98,6 +107,35 @@ def test_an_engine_that_does_not_say_the_sets_is_refused():
         result.check_answers(request)
     for uncut in (replace(params, temperature=0.0), SamplingParams(return_kept_ids=True)):
         result.check_answers(replace(request, params=uncut))
+
+
+def test_a_row_has_a_span_for_each_completion_whose_logits_were_changed_and_a_fork_its_own():
+    """Prompt 1 2, completion 3 4 under a penalty, bridge 5 6, completion 7 4 under nothing; a fork after 3."""
+    first, second = LogitControls(presence_penalty=1.0), LogitControls(logit_bias=((8, 1.0),))
+    tree = TokenTree()
+    end = tree.add_given([1, 2], Origin.PROMPT, parent=None)
+    end = tree.add_sampled(replace(sampled(3, 4), controls=first), parent=end)
+    tree.add_sampled(sampled(7, 4), parent=tree.add_given([5, 6], Origin.BRIDGE, parent=end))
+    end = tree.add_given([9], Origin.PROMPT, parent=tree.find_longest_prefix([1, 2, 3, 9])[0])
+    tree.add_sampled(replace(sampled(8, 6), controls=second), parent=end)
+    one, other = export_samples(tree, 1.0)
+    assert one.controls == (ControlSpan(start=2, stop=4, controls=first),)
+    assert other.controls == (
+        ControlSpan(start=2, stop=3, controls=first),
+        ControlSpan(start=4, stop=6, controls=second),
+    )
+
+
+def test_a_store_keeps_what_changed_the_logits_of_a_turn():
+    params = SamplingParams(
+        logit_bias=((3, 0.1),), allowed_token_ids=(3, 4, 7), min_tokens=2, stop_token_ids=(7, 4), temperature=0.7,
+        repetition_penalty=1.1, bad_words_ids=((5,), (3, 3)), frequency_penalty=-0.3,
+    )  # fmt: skip
+    turn = make_turn()
+    turn = replace(turn, sequence=replace(turn.sequence, controls=params.controls), sampling=params.changes)
+    assert decode_turn(encode_turn(turn)).sequence.controls == params.controls
+    with pytest.raises(InvariantError, match="sampling must have the turn's controls"):
+        encode_turn(replace(turn, sampling={}))
 
 
 lists = st.lists(st.lists(st.integers(0, 99), unique=True).map(sorted), max_size=8)

@@ -166,6 +166,38 @@ async def test_the_rows_of_an_agents_session_have_the_ids_that_its_engine_kept(t
     assert sum(row.kept_ids.sizes[:-3]) == 0
 
 
+async def test_the_rows_of_an_agents_session_say_what_its_turns_were_sampled_under(tmp_path: Path) -> None:
+    """The run's and, where the run has none, the agent's own; a format whose sets the engine cannot say is refused."""
+    engine = scripted_engine(lambda _: ScriptedReply(completion_ids=[5, 6, 7]))
+    numbers: dict[str, Any] = {"min_tokens": 2, "allowed_token_ids": (5, 6, 7), "bad_words_ids": ((5, 9), (8,))}
+    params = SamplingParams(logit_bias=((5, -1.5),), presence_penalty=0.25, return_kept_ids=True, **numbers)
+    answers: list[httpx.Response] = []
+
+    async def chat(session: AgentSession) -> float:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(base_url=session.openai_base_url, headers=headers) as client:
+            for own in ({"presence_penalty": 1.0}, {"response_format": {"type": "json_object"}}):
+                answers.append(await client.post("/chat/completions", json={"messages": [USER], **own}))
+        return 1.0
+
+    engine.takes_structured_output = True
+    async with running_gateway(engine, tmp_path) as gateway, host_app(gateway.app) as url, AsyncClient(url) as client:
+        group = await run_agent_group(chat, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits())
+        (listed,) = await client.sessions.list()
+        (exported,) = await client.sessions.samples(listed["session_id"])
+    assert [answer.status_code for answer in answers] == [200, 400]
+    assert "return_kept_ids with structured_output needs" in answers[1].text
+    (request,) = engine.requests
+    (row,) = export_samples(group.trajectories[0].tree, 1.0)
+    (span,) = row.controls
+    assert span.controls == request.params.controls
+    assert span.controls.stop_token_ids == tuple(sorted(request.params.stop_token_ids)) != ()
+    assert (span.controls.logit_bias, span.controls.presence_penalty) == (((5, -1.5),), 0.25)
+    assert {name: getattr(span.controls, name) for name in numbers} == numbers
+    assert row.token_ids[span.start : span.stop].tolist() == [5, 6, 7]
+    assert exported.controls == row.controls
+
+
 async def test_siblings_have_sessions_and_seeds_of_their_own(tmp_path: Path) -> None:
     engine = scripted(ANSWER)
     async with running_gateway(engine, tmp_path) as gateway, host_app(gateway.app) as url, AsyncClient(url) as client:

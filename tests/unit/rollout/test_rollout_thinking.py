@@ -239,6 +239,8 @@ def test_a_context_without_room_for_the_end_and_an_answer_cuts_the_turn():
         (FakeRenderer, {}, "FakeRenderer cannot close reasoning"),
         (make_renderer, {"stop_strings": ("x",)}, r"cannot be combined with sampling.stop_strings, got \('x',\)"),
         (make_renderer, {"presence_penalty": 1.0}, "cannot be combined with sampling.presence_penalty, got 1.0"),
+        (make_renderer, {"min_tokens": 2}, "cannot be combined with sampling.min_tokens, got 2"),
+        (make_renderer, {"bad_words_ids": ((4,),)}, r"cannot be combined with sampling.bad_words_ids, got \(\(4,\),\)"),
     ],
 )
 def test_what_cannot_be_bounded_exactly_is_refused_by_name(renderer, params, why):

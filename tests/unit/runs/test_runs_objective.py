@@ -10,7 +10,7 @@ import pytest
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing
-from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, RolloutConfig, RunConfig, TeacherConfig
+from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig, RunConfig, TeacherConfig
 from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.prompts.dataset import DataConfig
 from unbroken.runs.prompts.rewards import RewardConfig
@@ -214,24 +214,29 @@ def test_a_setting_that_the_objective_would_ignore_is_refused():
         make_config(algorithm=Algorithm.ONLINE_DPO, trainer=TrainerConfig(kl_weight=0.1))
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+FORM = StructuredOutput(regex="a*")
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"structured_output": FORM}])
 def test_cuts_whose_kept_ids_engines_return_are_allowed(cut):
     assert RolloutConfig(sampling=SamplingParams(**cut)).sampling.truncates
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("sampling", "message"),
     [
-        ("repetition_penalty", 1.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
-        ("structured_output", StructuredOutput(regex="a*")),
+        ({"structured_output": FORM, "temperature": 0.0}, r"structured_output must be left out at .*temperature 0"),
+        ({"min_tokens": 9, "max_tokens": 9}, r"sampling\.min_tokens must be < sampling\.max_tokens, 9, got 9"),
     ],
 )
-def test_sampling_that_the_trainer_cannot_reproduce_is_refused_by_name(name, value):
-    with pytest.raises(InvalidInputError, match=rf"sampling\.{name} must be .* the trainer's logprobs would not be"):
-        RolloutConfig(sampling=SamplingParams(**{name: value}))
-    assert getattr(EvaluationConfig(sampling=SamplingParams(**{name: value})).sampling, name) == value
+def test_sampling_that_the_trainer_cannot_reproduce_is_refused_by_name(sampling, message):
+    with pytest.raises(InvalidInputError, match=message):
+        RolloutConfig(sampling=SamplingParams(**sampling))
+
+
+def test_a_format_is_refused_with_the_engine_that_has_none():
+    with pytest.raises(InvalidInputError, match=r"structured_output must be left out with engine\.kind embedded"):
+        RolloutConfig(sampling=SamplingParams(structured_output=FORM)).check_engine(EngineKind.EMBEDDED)
 
 
 def test_gdpo_needs_reward_functions_before_anything_is_loaded(tmp_path):

@@ -227,7 +227,11 @@ async def test_a_server_with_another_tokenizer_is_refused(folder):
         ),
         ({"teacher.models": ["a"], "loss": "gspo"}, "take gspo_token"),
         ({"teacher.models": ["a"], "images": True}, "images must be false with a teacher"),
-        ({"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4}, "without top_k"),
+        (
+            {"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4},
+            "without parameters that cut or change logits",
+        ),
+        ({"teacher.models": ["http://a"], "rollouts.sampling.presence_penalty": 0.5}, "without parameters that cut or"),
         (
             {"teacher.models": ["a"], "teacher.top_k": 4, "rollouts.sampling.min_p": 0.1},
             r"with teacher\.prompt, teacher\.top_k",

@@ -23,8 +23,10 @@ from unbroken.engines.transformers.jobs import Job, Row
 from unbroken.engines.transformers.sampling import compute_logprobs, draw, find_kept, find_top
 from unbroken.engines.transformers.slots import MIN_COPY, Claim, SlotTable
 from unbroken.errors import EngineError
-from unbroken.types import FinishReason, RoutedExperts, TokenIds, get_expert_dtype
+from unbroken.logit_edits import LogitEdits
+from unbroken.types import ControlSpan, FinishReason, RoutedExperts, TokenIds, get_expert_dtype, token_ids
 
+_NO_IDS = token_ids([])
 _MAX_PREFILL_WAIT = 2
 """Steps that a few new prompts wait for more: a forward pass for each would slow down all rows that sample."""
 _ROWS_PER_WAITING_PROMPT = 8
@@ -299,7 +301,7 @@ class ContinuousBatch:
             logits = logits[torch.from_numpy(np.searchsorted(fed, ready)).to(logits.device)]
 
         params = table.params[ready]
-        logprobs = compute_logprobs(logits, params, lambda index: self._history(int(ready[index])))
+        logprobs = compute_logprobs(logits, params, self._find_edits(ready))
         uniforms = np.array([self._rows[slot].rng.random() for slot in ready.tolist()])
         return *draw(logprobs, params, uniforms), logprobs
 
@@ -355,6 +357,8 @@ class ContinuousBatch:
                 f"the model's logits are not finite for request {job.request.request_id!r}: the weights of "
                 f"policy_version {self.policy_version} are broken or overflow; load others"
             )
+            if job.request.params.bad_words_ids:
+                message += ". Or bad_words_ids left no id that could be sampled"
             self._fail(job, EngineError(message))
         self._drop_all_kv()  # keys and values may be broken in other rows too
 
@@ -362,6 +366,17 @@ class ContinuousBatch:
         ids = self._table.ids[slot, : self._table.length[slot]]
         row = self._rows[slot]
         return row.request.prompt_ids, ids[row.prompt_length :]
+
+    def _find_edits(self, slots: NDArray[np.int64]) -> LogitEdits | None:
+        """What changes the logits of the next id of each row; None if nothing does."""
+        found = []
+        for slot in slots.tolist():
+            row, place = self._rows[slot], self._table.length[slot, None]
+            spans: tuple[ControlSpan, ...] = ()
+            if row.controls is not None:
+                spans = (ControlSpan(start=row.prompt_length, stop=int(place[0]) + 1, controls=row.controls),)
+            found.append((np.concatenate(self._history(slot)) if spans else _NO_IDS, spans, place))
+        return LogitEdits.of(found)
 
     def _append(self, slots: NDArray[np.int64], ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
         table = self._table
@@ -379,7 +394,10 @@ class ContinuousBatch:
         for index, (slot, token_id) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
             if (row := self._rows.get(slot)) is not None:  # None: its request has just failed
                 found = token_id in row.job.stop_ids
-                stopped[index] = found or (bool(row.params.stop_strings) and self._has_stop_string(slot))
+                # As vLLM, which looks for stop strings only after `min_tokens` ids.
+                is_early = table.length[slot] - row.prompt_length <= row.params.min_tokens
+                has_text = bool(row.params.stop_strings) and not is_early and self._has_stop_string(slot)
+                stopped[index] = found or has_text
         full = table.length[slots] >= table.limit[slots]
         for index in np.flatnonzero(stopped | full).tolist():
             slot = int(slots[index])

@@ -38,6 +38,7 @@ class Row:
         self._queue_s: float | None = None
         self._versions: list[tuple[int, int]] = []
         self._tops: list[tuple[TokenIds, Logprobs]] = []
+        self.controls = self.params.controls
         self.returns_kept_ids = self.params.return_kept_ids and self.params.truncates
         self._kept: list[TokenIds] = []
 
@@ -91,6 +92,7 @@ class Row:
             finish_reason=finish_reason,
             version_spans=self._spans(len(completion_ids)),
             temperature=self.params.temperature if self.params.temperature > 0 else 1.0,
+            controls=self.controls,
             routed_experts=None if finish_reason is FinishReason.ABORT else routed_experts,
             kept_ids=KeptIds.of(self._kept) if self.returns_kept_ids else None,
             queue_s=self._queue_s,

@@ -1,19 +1,20 @@
 """Samples ids from logits, with their exact logprobs, for a whole batch of rows at once.
 
-Order of the stages: penalties, temperature, min-p, top-k, top-p (vLLM's order). A stage that no row uses costs nothing.
+Order of the stages: what changes logits (`LogitEdits`), temperature, min-p, top-k, top-p (vLLM's order). A stage that
+no row uses costs nothing.
 
 Shapes: B rows, V vocabulary, R the rows that use a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unbroken.logit_edits import LogitEdits
 from unbroken.types import SamplingParams, TokenIds
 
 ParamsArray: TypeAlias = NDArray[Any]
@@ -26,28 +27,22 @@ PARAMS_DTYPE = np.dtype(
         ("top_k", np.int64),
         ("top_p", np.float64),
         ("min_p", np.float64),
-        ("repetition_penalty", np.float64),
-        ("presence_penalty", np.float64),
-        ("frequency_penalty", np.float64),
     ],
     align=True,  # torch reads the fields in place
 )
 
-History: TypeAlias = Callable[[int], tuple[TokenIds, TokenIds]]
-"""Row index to (prompt_ids, completion_ids so far); asked only for rows with a penalty."""
-
 
 def pack_params(params: SamplingParams) -> tuple[bool | int | float, ...]:
     """Make one row of a `ParamsArray`. A greedy row is scored at temperature 1 over the whole vocabulary."""
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if params.temperature == 0:
-        return (True, 1.0, 0, 1.0, 0.0, *penalties)
-    return (False, params.temperature, params.top_k, params.top_p, params.min_p, *penalties)
+        return (True, 1.0, 0, 1.0, 0.0)
+    return (False, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
-def compute_logprobs(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
+def compute_logprobs(logits_BV: torch.Tensor, params_B: ParamsArray, edits: LogitEdits | None = None) -> torch.Tensor:
     """Return [B, V] float32 logprobs of the distribution that each row is drawn from; -inf where it is cut."""
-    logits_BV = _penalise(logits_BV, params_B, history)
+    if edits is not None:
+        logits_BV = edits.apply(logits_BV.float())
     if (params_B["temperature"] != 1).any():
         logits_BV = logits_BV.float()
         logits_BV = logits_BV / _column(params_B["temperature"], like=logits_BV)
@@ -98,26 +93,6 @@ def find_top(logprobs_BV: torch.Tensor, number: int) -> tuple[NDArray[np.float32
     """Return [B, number] the greatest logprobs of each row, greatest first, and [B, number] their ids."""
     top_logprobs, top_ids = logprobs_BV.topk(number, dim=-1)
     return top_logprobs.cpu().numpy(), top_ids.cpu().numpy().astype(np.int32)
-
-
-def _penalise(logits_BV: torch.Tensor, params_B: ParamsArray, history: History) -> torch.Tensor:
-    """Apply repetition, then frequency and presence penalties to the rows that have any."""
-    repetition, presence, frequency = (params_B[f"{name}_penalty"] for name in ("repetition", "presence", "frequency"))
-    rows = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
-    if not rows.size:
-        return logits_BV
-    logits_BV = logits_BV.to(torch.float32, copy=True)
-    for row in rows.tolist():
-        prompt_ids, completion_ids = history(row)
-        sampled = torch.from_numpy(completion_ids.astype(np.int64)).to(logits_BV.device)
-        prompt = torch.from_numpy(prompt_ids.astype(np.int64)).to(logits_BV.device)
-        seen = torch.unique(torch.cat([prompt, sampled]))
-        logits_V = logits_BV[row]
-        values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / repetition[row], values * repetition[row])
-        counts_V = torch.bincount(sampled, minlength=logits_V.shape[0])
-        logits_V -= frequency[row] * counts_V + presence[row] * (counts_V > 0)
-    return logits_BV
 
 
 def _truncate(logits_RV: torch.Tensor, params_R: ParamsArray) -> torch.Tensor:

@@ -42,8 +42,10 @@ def make_sampling_params(request: SampleRequest, kind: RequestOutputKind, *, num
     """
     params = request.params
     form = params.structured_output
+    # Structured output needs the model's end of text: after the end of the form no other id may be sampled.
+    kind_of_params = _PlainParams if form is None else VllmSamplingParams
     with translate_errors():
-        return VllmSamplingParams(
+        converted = kind_of_params(
             n=request.n,
             max_tokens=params.max_tokens,
             temperature=params.temperature,
@@ -53,11 +55,12 @@ def make_sampling_params(request: SampleRequest, kind: RequestOutputKind, *, num
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
+            logit_bias=dict(params.logit_bias) or None,
+            allowed_token_ids=list(params.allowed_token_ids) or None,
+            min_tokens=min(params.min_tokens, params.max_tokens),  # vLLM refuses more, which means the same
             seed=params.seed,
             stop=list(params.stop_strings) or None,
             stop_token_ids=list(params.stop_token_ids) or None,
-            # The model's end of text stops only where the request says so. Structured output needs it, because after
-            # the end of the form no other id may be sampled.
             ignore_eos=form is None,
             include_stop_str_in_output=True,
             detokenize=bool(params.stop_strings),
@@ -69,6 +72,17 @@ def make_sampling_params(request: SampleRequest, kind: RequestOutputKind, *, num
             output_kind=kind,
             skip_clone=True,
         )
+    if params.bad_words_ids:  # vLLM takes texts, which it encodes in two ways of its own; here it keeps their ids
+        converted._bad_words_token_ids = [list(word) for word in params.bad_words_ids]
+    return converted
+
+
+class _PlainParams(VllmSamplingParams):  # type: ignore[misc]  # vLLM has no types
+    """Parameters under which the model's own end of text is an id as any other, unless the request names it."""
+
+    def update_from_generation_config(self, generation_config: dict[str, Any], eos_token_id: int | None = None) -> None:
+        """VLLM would forbid ends of text of the model before `min_tokens` too, and the trainer would not know of it."""
+        super().update_from_generation_config({}, None)
 
 
 def count_logprobs(params: SamplingParams, *, maximum: int) -> int:
@@ -182,6 +196,7 @@ def _sequence(
         finish_reason=_finish_reason(completion),
         version_spans=_version_spans(completion, policy_version),
         temperature=request.params.temperature or 1.0,
+        controls=request.params.controls,
         top_logprobs=tops,
         routed_experts=_read_routing(completion, request),
         kept_ids=_read_kept(completion.logprobs, request, vocab_size=vocab_size),

@@ -24,7 +24,7 @@ from unbroken.ledger.records import (
     StreamRecord,
     TurnRecord,
 )
-from unbroken.types import FinishReason, KeptIds, SampledSequence, VersionSpan
+from unbroken.types import FinishReason, KeptIds, LogitControls, SampledSequence, VersionSpan
 
 _VERSION_1 = (
     """
@@ -129,7 +129,8 @@ _VERSION_1 = (
     """,
 )
 """Arrays are blobs of little-endian int32 or float32, JSON is TEXT, and `blobs` has images and tools. `kept_ids` of a
-turn are the ids that its ids were sampled from, and `kept_sizes` how many at each; null if none are known. `streams`
+turn are the ids that its ids were sampled from, and `kept_sizes` how many at each; null if none are known; what changed
+its logits is in `sampling`. `streams`
 has pieces of replies that are streamed, and of those whose streams broke, and `conversations` those of Responses.
 """
 
@@ -282,6 +283,8 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
         raise InvariantError("routed_experts are not stored with a session: sample its turns without them")
     spans = [(span.start, span.stop, span.policy_version) for span in sequence.version_spans]
     kept = sequence.kept_ids
+    if sequence.controls != LogitControls.from_json(record.sampling):
+        raise InvariantError(f"sampling must have the turn's controls, {sequence.controls}, got {record.sampling}")
     return (
         *(record.number, record.choice, record.tree, record.prompt_node, record.reply_node),
         *(record.tools_key, encode_json(record.options)),
@@ -302,16 +305,17 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
 def decode_turn(row: Sequence[Any]) -> TurnRecord:
     """The inverse of `encode_turn`."""
     values = dict(zip(TURN_COLUMNS, row, strict=True))
+    sampling = json.loads(values["sampling"])
     parent = _decode_position(values["parent_node"], values["parent_offset"])
     assert parent is not None
     plain = ("number", "choice", "tree", "prompt_node", "reply_node", "tools_key", "continued", "fork", "refusal")
     return TurnRecord(
         **{name: values[name] for name in (*plain, "idempotency_key", "answer_id", "created_s", "policy")},
         options=json.loads(values["options"]),
-        sampling=json.loads(values["sampling"]),
+        sampling=sampling,
         given=_decode_given(values),
         parent=parent,
-        sequence=_decode_sequence(values),
+        sequence=_decode_sequence(values, sampling),
         tolerances=tuple(json.loads(values["tolerances"])),
         request_digest=bytes(values["request_digest"]),
     )
@@ -348,9 +352,10 @@ def _decode_given(values: Mapping[str, Any]) -> GivenRecord | None:
     )
 
 
-def _decode_sequence(values: Mapping[str, Any]) -> SampledSequence:
+def _decode_sequence(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> SampledSequence:
     spans = _to_array(values["version_spans"], _INT).reshape(-1, 3).tolist()
     return SampledSequence(
+        controls=LogitControls.from_json(sampling),
         completion_ids=_to_array(values["completion_ids"], _INT),
         rollout_logprobs=_to_array(values["rollout_logprobs"], _FLOAT),
         finish_reason=FinishReason(values["finish_reason"]),

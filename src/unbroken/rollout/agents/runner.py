@@ -37,6 +37,7 @@ from unbroken.types import (
     NO_VERSION,
     EncodedImage,
     FinishReason,
+    LogitControls,
     SampledSequence,
     SamplingParams,
     VersionSpan,
@@ -143,6 +144,10 @@ _FORCED = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "min_tokens",
+    "bad_words_ids",
     "max_tokens",
     "seed",
 )
@@ -384,6 +389,7 @@ def _add_node(
         version_spans=_to_spans(node["policy_versions"]),
         temperature=node["temperature"],
         kept_ids=read_kept_ids(node.get("kept_ids")),
+        controls=LogitControls.from_json(node.get("controls") or {}),
     )
     tree.add_sampled(sequence, parent=parent)
     return sequence

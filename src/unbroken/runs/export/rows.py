@@ -271,6 +271,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "num_given": [turn.get("num_given", 0) for turn in turns],
         "policies": [turn.get("policy") for turn in turns],
         "temperature": row.get("temperature"),
+        "controls": [turn.get("controls") for turn in turns],
         "is_trained": row.get("is_trained"),
         "token_ids": row["token_ids"],
         "sampled_mask": sampled,
@@ -407,7 +408,7 @@ def _to_text_message(message: Mapping[str, Any]) -> dict[str, Any]:
 _FORMS: dict[RowForm, Callable[[Rollout, int, Mapping[str, Any]], dict[str, Any]]] = {
     RowForm.ROWS: make_row, RowForm.TRL: _make_trl_row, RowForm.VERL: _make_verl_row
 }  # fmt: skip
-_JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"})
+_JSON_COLUMNS = frozenset({"reward_parts", "controls", "images", "messages", "tools", "data"})
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
 
 

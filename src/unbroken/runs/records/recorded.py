@@ -27,7 +27,7 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from unbroken.runs.records.files import MAX_TEXT, MAX_TEXTS, TEXTS, make_first_lines, read_all, summarize
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
+from unbroken.types import FinishReason, LogitControls, SampledSequence, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
     counters, status = Counters(), TrajectoryStatus(record["status"])
     for key, times in record["counters"].items():
         counters.add(key, times)
-    tree, turns = _make_tree(record["rows"], [FinishReason(turn["finish_reason"]) for turn in record["turns"]])
+    tree, turns = _make_tree(record["rows"], record["turns"])
     if len(turns) != len(record["turns"]):
         raise InvariantError(f"rows have the sampled ids of {len(turns)} turns, and there are {len(record['turns'])}")
     rewards = [turn["reward"] for turn in record["turns"]]
@@ -115,8 +115,10 @@ def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
     )
 
 
-def _make_tree(rows: Sequence[Mapping[str, Any]], reasons: Sequence[FinishReason]) -> tuple[TokenTree, list[Turn]]:
-    """The tree of a trajectory's rows, and its turns: one for each sampled node, in their order."""
+def _make_tree(
+    rows: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]
+) -> tuple[TokenTree, list[Turn]]:
+    """The tree of a trajectory's rows, and its `recorded` turns: one for each sampled node, in their order."""
     if len({row["temperature"] for row in rows}) > 1:
         raise InvariantError("rows have several temperatures, which no step trains together")
     tree = TokenTree()
@@ -139,7 +141,7 @@ def _make_tree(rows: Sequence[Mapping[str, Any]], reasons: Sequence[FinishReason
             continue
         if parent is None:
             raise InvariantError(f"node {number} is sampled, and has no prompt")
-        sequence = _make_sequence(row, segment["start"], segment["stop"], reasons[len(turns)])
+        sequence = _make_sequence(row, segment["start"], segment["stop"], recorded[len(turns)])
         added[number] = tree.add_sampled(sequence, parent=parent)
         turns.append(_make_turn(sequence, parent, added[number]))
     return tree, turns
@@ -187,8 +189,8 @@ def _find_lost_ends(rows: Iterable[Mapping[str, Any]], nodes: _Nodes) -> dict[in
     return ends
 
 
-def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: FinishReason) -> SampledSequence:
-    """The completion [start, stop) of a row; ids in it without a version were given."""
+def _make_sequence(row: Mapping[str, Any], start: int, stop: int, turn: Mapping[str, Any]) -> SampledSequence:
+    """The completion [start, stop) of a row, which is this turn's; ids in it without a version were given."""
     before = sum(min(last, start) - first for first, last, _ in row["policy_versions"] if first < start)
     spans = [
         VersionSpan(start=max(first, start) - start, stop=min(last, stop) - start, policy_version=version)
@@ -205,9 +207,10 @@ def _make_sequence(row: Mapping[str, Any], start: int, stop: int, reason: Finish
     return SampledSequence(
         completion_ids=np.array(row["token_ids"][start:stop], dtype=np.int32),
         rollout_logprobs=logprobs,
-        finish_reason=reason,
+        finish_reason=FinishReason(turn["finish_reason"]),
         version_spans=tuple(spans),
         temperature=row["temperature"],
+        controls=LogitControls.from_json(turn.get("controls") or {}),
     )
 
 

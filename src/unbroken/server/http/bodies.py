@@ -30,6 +30,9 @@ OneT = TypeVar("OneT")
 ItemT = TypeVar("ItemT")
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
+_Bias = Annotated[tuple[Id, Annotated[float, Field(strict=True)]], Field(strict=False)]  # JSON has no tuples
+Biases = Annotated[list[_Bias], Field(fail_fast=True)]
+Words = Annotated[list[Ids], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from unbroken import compact
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
+from unbroken.server.http.bodies import Biases, Ids, Prompts, StrictBody, Texts, Words
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import COMPACT_PATH, json_response, negotiated_response
@@ -60,6 +60,10 @@ class _SamplingBody(StrictBody):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Biases = Field(default_factory=list)
+    allowed_token_ids: Ids = Field(default_factory=list)
+    min_tokens: int = 0
+    bad_words_ids: Words = Field(default_factory=list)
     seed: int | None = None
     stop_token_ids: Ids = Field(default_factory=list)
     stop_strings: Texts = Field(default_factory=list)
@@ -70,12 +74,16 @@ class _SamplingBody(StrictBody):
 
     def to_params(self) -> SamplingParams:
         """Convert for the engine. Raises `SamplingError` as `SamplingParams` does."""
-        values = self.model_dump(exclude={"stop_token_ids", "stop_strings", "structured_output"})
+        lists = {"stop_token_ids", "stop_strings", "logit_bias", "allowed_token_ids", "bad_words_ids"}
+        values = self.model_dump(exclude={*lists, "structured_output"})
         output = self.structured_output
         return SamplingParams(
             **values,
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
             stop_strings=tuple(self.stop_strings),
+            logit_bias=tuple(self.logit_bias),
+            allowed_token_ids=tuple(self.allowed_token_ids),
+            bad_words_ids=tuple(map(tuple, self.bad_words_ids)),
             structured_output=None if output is None else StructuredOutput(**output.model_dump()),
         )
 

@@ -133,7 +133,7 @@ class Batch:
     counted_BT: torch.Tensor | None = None
     """bool: ids whose experts are counted (`count_choices`): all but the last of each row, which decides nothing."""
     kept: KeptTokens | None = None
-    """What the sampler kept at each loss token, or at the places of the tree; None if nothing was cut."""
+    """What the sampler did at each loss token, or at the places of the tree; None if nothing."""
     targets: Targets | None = None
     """Scored in place of the rows' own ids; None: these."""
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unbroken.logit_edits import LogitEdits
 from unbroken.training.model.scores import Entropy, KeptTokens
 from unbroken.training.model.tree import Ids, TreeInputs, TreeSizes, merge_rows, pick_nodes, plan_trees
 from unbroken.types import BoolMask, KeptIds, TrainingSample
@@ -122,7 +123,7 @@ class Lanes:
     num_shared: int = 0
     """Ids of rows that are not fed because another row has them."""
     kept: KeptTokens | None = None
-    """What the sampler kept where the mask is true, row by row, or at the places of a tree; None if nothing was cut."""
+    """What the sampler did where the mask is true, row by row, or at the places of a tree; None if nothing."""
 
 
 def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: RowLayout, *, free_length: int = 0) -> list[Pass]:
@@ -235,13 +236,13 @@ def lay_out(
             positions[number, start:] = np.arange(shape[1] - start)
             start = stop
     is_packed = any(len(lane) > 1 for lane in lanes)
-    kept = _pick_kept([given for lane in lanes for given in lane])
+    rows = [given for lane in lanes for given in lane]
     return Lanes(
         token_ids_BT=torch.from_numpy(token_ids).to(device),
         mask_BT=torch.from_numpy(mask).to(device),
         position_ids_BT=torch.from_numpy(positions).to(device) if is_packed else None,
-        num_ids=sum(len(sample.token_ids) for lane in lanes for sample, _ in lane),
-        kept=None if kept is None else KeptTokens.of(kept, device),
+        num_ids=sum(len(sample.token_ids) for sample, _ in rows),
+        kept=_make_kept(_pick_kept(rows), _pick_edits(rows), device),
     )
 
 
@@ -253,12 +254,23 @@ def _pick_kept(rows: Sequence[tuple[TrainingSample, BoolMask]]) -> KeptIds | Non
     return KeptIds.join(parts)
 
 
+def _pick_edits(rows: Sequence[tuple[TrainingSample, BoolMask]]) -> LogitEdits | None:
+    """What changed the logits of the ids of the rows' masks, row by row; None if nothing did."""
+    return LogitEdits.of((sample.token_ids, sample.controls, np.flatnonzero(mask)) for sample, mask in rows)
+
+
+def _make_kept(kept: KeptIds | None, edits: LogitEdits | None, device: torch.device) -> KeptTokens | None:
+    if edits is not None and kept is None:
+        kept = KeptIds.whole(len(edits.places_N))
+    return None if kept is None else KeptTokens.of(kept, device, edits=edits)
+
+
 def _lay_out_tree(rows: Sequence[tuple[TrainingSample, BoolMask]], device: torch.device) -> Lanes:
     """Merge the rows, each with its mask, into the tree of one lane."""
     ids, masks = [sample.token_ids for sample, _ in rows], [mask for _, mask in rows]
     tree = merge_rows(ids)
-    kept = _pick_kept(rows)
-    inputs, first = pick_nodes(tree, ids, masks, kept)
+    kept, edits = _pick_kept(rows), _pick_edits(rows)
+    inputs, first = pick_nodes(tree, ids, masks, kept, None if edits is None else edits.find_keys())
     mask = np.zeros((1, len(tree.token_ids_T)), dtype=np.bool_)
     mask[0, inputs.nodes_U] = True
     return Lanes(
@@ -268,7 +280,9 @@ def _lay_out_tree(rows: Sequence[tuple[TrainingSample, BoolMask]], device: torch
         tree=inputs.to(device),
         num_ids=len(tree.token_ids_T),
         num_shared=tree.num_shared,
-        kept=None if kept is None else KeptTokens.of(kept.pick(first), device),
+        kept=_make_kept(
+            None if kept is None else kept.pick(first), None if edits is None else edits.pick(first), device
+        ),
     )
 
 

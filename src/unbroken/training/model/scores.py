@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from unbroken.decoder_config import DecoderConfig
+from unbroken.logit_edits import LogitEdits
 from unbroken.types import KeptIds
 
 _IMPOSSIBLE = -1e4
@@ -61,8 +62,8 @@ class TokenScores(NamedTuple):
     they gave it (`routing.count_choices`); None unless asked for.
     """
     full_entropies_N: torch.Tensor | None = None
-    """float32, without gradient: `entropies_N` over the whole vocabulary, where only `KeptTokens` are in the
-    distribution; None where they would be the same.
+    """float32, without gradient: `entropies_N` of the model's own distribution over the whole vocabulary, where that of
+    `KeptTokens` is another; None where they would be the same.
     """
     beside_N: torch.Tensor | None = None
     """float32 [N, K], the logprobs of `Targets` beside the rows' own ids, or of the most likely ids; None without."""
@@ -115,10 +116,11 @@ class LogitScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The ids that the sampler kept at N picked tokens; the softmax is over these alone, where there are any.
+    """What the sampler did to logits at N picked tokens: it changed them (`LogitEdits`), and kept some ids.
 
-    Logits of the others become -inf before it. So logprobs, entropies, ranks and gradients are those of the
-    distribution that was sampled from, whatever else makes them.
+    Logits are changed before the temperature divides them, and those of ids that were not kept become -inf before the
+    softmax. So logprobs, entropies, ranks and gradients are those of the distribution that was sampled from, whatever
+    else makes them.
     """
 
     offsets: NDArray[np.int64]
@@ -129,12 +131,14 @@ class KeptTokens:
     """int64."""
     is_cut_N: torch.Tensor
     """bool, false where the whole vocabulary was kept."""
+    edits: LogitEdits | None = None
 
     @classmethod
-    def of(cls, kept: KeptIds, device: torch.device) -> KeptTokens:
+    def of(cls, kept: KeptIds, device: torch.device, *, edits: LogitEdits | None = None) -> KeptTokens:
         """Those of N positions."""
         sizes = kept.sizes
         return cls(
+            edits=edits,
             offsets=kept.offsets,
             tokens_K=torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device),
             ids_K=torch.from_numpy(kept.token_ids.astype(np.int64)).to(device),
@@ -154,13 +158,15 @@ class KeptTokens:
                     tokens_K=self.tokens_K[first:last] - start,
                     ids_K=self.ids_K[first:last],
                     is_cut_N=self.is_cut_N[start:stop],
+                    edits=None if self.edits is None else self.edits.pick(np.arange(start, stop)),
                 )
             )
         return parts
 
     def pick(self, chosen_N: torch.Tensor) -> KeptTokens:
         """Those of the tokens where a mask is true."""
-        sizes = np.diff(self.offsets)[chosen_N.cpu().numpy()]
+        chosen = chosen_N.cpu().numpy()
+        sizes = np.diff(self.offsets)[chosen]
         chosen_K = chosen_N[self.tokens_K]
         numbers_N = chosen_N.cumsum(0) - 1
         return KeptTokens(
@@ -168,10 +174,21 @@ class KeptTokens:
             tokens_K=numbers_N[self.tokens_K[chosen_K]],
             ids_K=self.ids_K[chosen_K],
             is_cut_N=self.is_cut_N[chosen_N],
+            edits=None if self.edits is None else self.edits.pick(chosen),
         )
+
+    def edit(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """Change logits, before the temperature."""
+        return logits_NV if self.edits is None else self.edits.apply(logits_NV)
+
+    def pull_back(self, gradient_NV: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
+        """The gradient for `logits_NV`, from that for `edit(logits_NV)`."""
+        return gradient_NV if self.edits is None else self.edits.pull_back(gradient_NV, logits_NV)
 
     def cut_(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Set the logits of all ids that were not kept to -inf, in place."""
+        if not len(self.ids_K):
+            return logits_NV
         cut_NV = self.is_cut_N[:, None].repeat(1, logits_NV.shape[1])
         cut_NV[self.tokens_K, self.ids_K] = False
         return logits_NV.masked_fill_(cut_NV, float("-inf"))
@@ -244,8 +261,9 @@ def _compute_chunk(
     """Logprobs, entropies, ranks and full entropies. Entropies come last: without gradient, checkpointing stops before
     them when it computes the chunk again.
     """
-    logits_NV = to_float32(logits_of(hidden_ND)) / temperature
-    full_N = None if kept is None or entropy is Entropy.NONE else _full_entropy(logits_NV)  # before they are cut
+    logits_NV = to_float32(logits_of(hidden_ND))
+    full_N = None if kept is None or entropy is Entropy.NONE else _full_entropy(logits_NV / temperature)
+    logits_NV = (logits_NV if kept is None else kept.edit(logits_NV)) / temperature
     logprobs_NV = torch.log_softmax(logits_NV if kept is None else kept.cut_(logits_NV), dim=-1)
     logprobs_N = _pick(logprobs_NV, targets_N)
     match entropy:
@@ -313,10 +331,10 @@ class _RoundedScores(torch.autograd.Function):
         rounded_VD = weight_VD.to(head.dtype)
         logprobs, entropies, ranks, full = [], [], [], []
         for hidden, targets, kept in _chunks(head, hidden_ND, targets_N):
-            logits_NV = _scaled_logits(hidden, rounded_VD, head)[1]
+            own_NV = _scale_logits(hidden, rounded_VD, head)[1]
             if kept is not None and head.entropy is not Entropy.NONE:
-                full.append(_full_entropy(logits_NV))
-            logprobs_NV = (logits_NV if kept is None else kept.cut_(logits_NV)).log_softmax(-1)
+                full.append(_full_entropy(own_NV / head.temperature))
+            logprobs_NV = _shape_logits(own_NV, kept, head).log_softmax(-1)
             logprobs.append(_pick(logprobs_NV, targets))
             if head.entropy is Entropy.RANKED:
                 ranks.append(_find_ranks(logprobs_NV, logprobs[-1]))
@@ -341,10 +359,12 @@ class _RoundedScores(torch.autograd.Function):
         for hidden, targets, of_logprobs, of_entropies, kept in _chunks(
             head, hidden_ND, targets_N, of_logprobs_N, of_entropies_N
         ):
-            raw_NV, logits_NV = _scaled_logits(hidden, rounded_VD, head)
-            logits_NV = logits_NV if kept is None else kept.cut_(logits_NV)
+            raw_NV, own_NV = _scale_logits(hidden, rounded_VD, head)
+            logits_NV = _shape_logits(own_NV, kept, head)
             gradient_NV = _gradient_of_logits(logits_NV, targets, of_logprobs, of_entropies if is_trained else None)
-            gradient_NV = head.scaling.pull_back(gradient_NV.div_(head.temperature), raw_NV).to(head.dtype)
+            gradient_NV = gradient_NV.div_(head.temperature)
+            gradient_NV = gradient_NV if kept is None else kept.pull_back(gradient_NV, own_NV)
+            gradient_NV = head.scaling.pull_back(gradient_NV, raw_NV).to(head.dtype)
             if ctx.needs_input_grad[0]:
                 of_hidden.append(_multiply(gradient_NV, rounded_VD))
             if ctx.needs_input_grad[1]:
@@ -364,15 +384,21 @@ def _chunks(head: RoundedHead, *tensors: torch.Tensor) -> Any:
     return zip(*(torch.split(tensor, head.chunk_size) for tensor in tensors), kept, strict=True)
 
 
-def _scaled_logits(
+def _scale_logits(
     hidden: torch.Tensor, rounded_VD: torch.Tensor, head: RoundedHead
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, which a cap needs again in the backward pass, and the logits over the temperature. Without a cap
-    they may be one tensor.
+    """The product, which a cap needs again in the backward pass, and the model's logits. Without a cap they may be one
+    tensor.
     """
     raw_NV = _multiply(hidden.to(head.dtype), rounded_VD.T)
-    logits_NV = head.scaling.apply(raw_NV)
-    return raw_NV, logits_NV if head.temperature == 1.0 else logits_NV / head.temperature
+    return raw_NV, head.scaling.apply(raw_NV)
+
+
+def _shape_logits(own_NV: torch.Tensor, kept: KeptTokens | None, head: RoundedHead) -> torch.Tensor:
+    """The logits of the distribution, in place of the model's own if those need not change but by cuts."""
+    logits_NV = own_NV if kept is None else kept.edit(own_NV)
+    logits_NV = logits_NV if head.temperature == 1.0 else logits_NV / head.temperature
+    return logits_NV if kept is None else kept.cut_(logits_NV)
 
 
 @torch.no_grad()

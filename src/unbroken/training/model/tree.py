@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -121,19 +121,26 @@ def merge_rows(rows: Sequence[Ids]) -> _PrefixTree:
 
 
 def pick_nodes(
-    tree: _PrefixTree, rows: Sequence[Ids], masks: Sequence[BoolMask], kept: KeptIds | None = None
+    tree: _PrefixTree,
+    rows: Sequence[Ids],
+    masks: Sequence[BoolMask],
+    kept: KeptIds | None = None,
+    edits: Nodes | None = None,
 ) -> tuple[TreeInputs, Nodes]:
     """Find the places of the ids where the rows' masks are true, which are never the first of a row; `kept` has what
-    the sampler kept at each. Returns also the first token of each place.
+    the sampler kept at each, and `edits` a number for how it changed the logits. Returns also the first token of each
+    place.
     """
     nodes = np.concatenate([path[mask[1:]] for path, mask in zip(tree.paths, masks, strict=True)])
     targets = np.concatenate([row[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.int64)
-    keys = nodes << 32 | targets
+    columns: list[Any] = [nodes << 32 | targets]
     if kept is not None:
         sets = [kept.token_ids[start:stop].tobytes() for start, stop in pairwise(kept.offsets.tolist())]
         numbers = {ids: number for number, ids in enumerate(dict.fromkeys(sets))}
-        keys = np.stack([keys, [numbers[ids] for ids in sets]], axis=1)
-    axis = None if kept is None else 0
+        columns.append([numbers[ids] for ids in sets])
+    if edits is not None:
+        columns.append(edits)
+    keys, axis = (columns[0], None) if len(columns) == 1 else (np.stack(columns, axis=1), 0)
     _, first, places = np.unique(keys, axis=axis, return_index=True, return_inverse=True)
     inputs = TreeInputs(
         ends_T=torch.from_numpy(tree.ends_T),

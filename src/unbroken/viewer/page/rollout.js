@@ -198,7 +198,7 @@ function findImageSize({ record }, sha256) {
 function makeTurns(state) {
   const { record } = state.rollout;
   return el('ol', { class: 'turns', start: 0 }, record.turns.map((turn, n) => {
-    const facts = [`${turn.num_sampled} ids`, turn.num_given && `reasoning closed by ${plural(turn.num_given, 'given id')}`, describePolicy(turn), turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
+    const facts = [`${turn.num_sampled} ids`, turn.num_given && `reasoning closed by ${plural(turn.num_given, 'given id')}`, describePolicy(turn), describeControls(turn), turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
       turn.bridge && 'bridged', turn.refusal && `no bridge: ${turn.refusal}`, turn.fork && `fork: ${turn.fork}`,
       turn.tolerances?.length && `matched in spite of ${turn.tolerances.join(', ')}`,
       turn.call_statuses.length && `calls: ${turn.call_statuses.join(', ')}`, turn.closing && `closed: ${turn.closing.how}`,
@@ -206,6 +206,12 @@ function makeTurns(state) {
       turn.times?.calls.length && turn.times.calls.map((call) => `${call.name} ${format(call.stop_s - call.start_s, 3)} s`).join(', ')];
     return el('li', {}, button(`turn ${n}`, 'show its ids', () => jumpToTurn(state, n)), ` ${makeVisible(facts.filter(Boolean).join(' · '))}`);
   }));
+}
+
+/* What changed the logits that the turn was sampled from. */
+function describeControls({ controls }) {
+  const named = Object.entries(controls ?? {}).map(([name, value]) => `${name} ${Array.isArray(value) ? `of ${value.length}` : value}`);
+  return named.length && `under ${named.join(', ')}`;
 }
 
 /* Which weights answered. */

@@ -339,6 +339,7 @@ class _Turn(_Shape):
     reward: float | None = None
     num_sampled: int
     num_given: int = 0
+    controls: dict[str, Any] | None = None
     finish_reason: str
     cut_by: str | None = None
     refusal: str | None = None

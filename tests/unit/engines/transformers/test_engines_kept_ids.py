@@ -64,7 +64,7 @@ async def test_a_stream_has_the_sets_of_each_chunk_and_top_logprobs_change_nothi
     request = SampleRequest(request_id="a", prompt_ids=[1, 2, 3], params=replace(PARAMS, top_k=4, num_top_logprobs=2))
     (whole,) = (await engine.sample(request)).sequences
     chunks = [chunk async for chunk in engine.stream(request)]
-    streamed = SampleChunk.join(chunks, temperature=1.0)
+    streamed = SampleChunk.join(chunks, params=SamplingParams())
     assert streamed.kept_ids.to_lists() == whole.kept_ids.to_lists()
     assert all(len(chunk.kept_ids) == len(chunk.completion_ids) for chunk in chunks if len(chunk.completion_ids))
     assert_kept(model, request, whole)

@@ -62,7 +62,7 @@ async def test_a_stream_brings_experts_with_its_last_chunk():
     request = SampleRequest(request_id="a", prompt_ids=token_ids(range(3, 9)), params=PARAMS)
     chunks = [chunk async for chunk in engine.stream(request)]
     assert all(chunk.routed_experts is None for chunk in chunks[:-1])
-    assert_recorded(request.prompt_ids, SampleChunk.join(chunks, temperature=1.0))
+    assert_recorded(request.prompt_ids, SampleChunk.join(chunks, params=SamplingParams()))
     await engine.close()
 
 

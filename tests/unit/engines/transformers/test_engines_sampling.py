@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from support.reference_sampling import reference_logprobs
 from unbroken.engines.transformers.sampling import PARAMS_DTYPE, compute_logprobs, draw, pack_params
-from unbroken.types import SamplingParams, TokenIds, token_ids
+from unbroken.logit_edits import LogitEdits
+from unbroken.types import ControlSpan, SamplingParams, token_ids
 
 VOCAB_SIZE = 12
 PROMPT_IDS, COMPLETION_IDS = token_ids([1, 2, 2]), token_ids([2, 3, 3, 5])
@@ -26,6 +27,11 @@ params_strategy = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]),
     presence_penalty=st.sampled_from([0.0, 0.4, -0.4]),
     frequency_penalty=st.sampled_from([0.0, 0.3, -0.3]),
+    logit_bias=st.sampled_from([(), ((1, 2.0), (5, -3.0))]),
+    allowed_token_ids=st.sampled_from([(), (0, 1, 2, 5, 6, 7)]),
+    min_tokens=st.sampled_from([0, 1, 50]),
+    stop_token_ids=st.sampled_from([(), (2, 3)]),
+    bad_words_ids=st.sampled_from([(), ((1,), (4, 6)), (tuple(COMPLETION_IDS.tolist()),)]),
 )
 
 
@@ -33,15 +39,20 @@ def pack(rows: list[SamplingParams]) -> Any:
     return np.array([pack_params(params) for params in rows], dtype=PARAMS_DTYPE)
 
 
-def history(row: int) -> tuple[TokenIds, TokenIds]:
-    return PROMPT_IDS, COMPLETION_IDS
+def edits_of(rows: list[SamplingParams]) -> LogitEdits | None:
+    """What changes the next id of each row after the prompt and the ids so far."""
+    ids, start = np.concatenate([PROMPT_IDS, COMPLETION_IDS]), len(PROMPT_IDS)
+    spans = [
+        () if row.controls is None else (ControlSpan(start=start, stop=99, controls=row.controls),) for row in rows
+    ]
+    return LogitEdits.of((ids, of_row, np.array([len(ids)])) for of_row in spans)
 
 
 @settings(max_examples=400, derandomize=True)
 @given(rows=st.lists(params_strategy, min_size=1, max_size=5), seed=st.integers(0, 10_000))
 def test_every_row_of_a_mixed_batch_has_its_own_distribution(rows: list[SamplingParams], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, (len(rows), VOCAB_SIZE)).astype(np.float32)
-    found = compute_logprobs(torch.from_numpy(logits), pack(rows), history).numpy()
+    found = compute_logprobs(torch.from_numpy(logits), pack(rows), edits_of(rows)).numpy()
     for row, params in enumerate(rows):
         expected = reference_logprobs(logits[row], params, PROMPT_IDS.tolist(), COMPLETION_IDS.tolist())
         np.testing.assert_allclose(found[row], expected, atol=2e-5)
@@ -51,20 +62,20 @@ def test_every_row_of_a_mixed_batch_has_its_own_distribution(rows: list[Sampling
 @given(params=params_strategy, seed=st.integers(0, 10_000))
 def test_logits_of_half_precision_are_processed_in_float32(params: SamplingParams, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, VOCAB_SIZE))).bfloat16()
-    found = compute_logprobs(logits, pack([params]), history)
+    found = compute_logprobs(logits, pack([params]), edits_of([params]))
     assert found.dtype == torch.float32
-    assert torch.equal(found, compute_logprobs(logits.float(), pack([params]), history))
+    assert torch.equal(found, compute_logprobs(logits.float(), pack([params]), edits_of([params])))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_equal_logits_keep_the_smaller_id(top_k: int) -> None:
-    logprobs = compute_logprobs(torch.zeros(1, 6), pack([SamplingParams(top_k=top_k)]), history)
+    logprobs = compute_logprobs(torch.zeros(1, 6), pack([SamplingParams(top_k=top_k)]))
     assert torch.isfinite(logprobs[0]).nonzero()[:, 0].tolist() == list(range(top_k))
 
 
 @pytest.mark.parametrize(("top_p", "num_kept"), [(0.25, 1), (0.2500001, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
 def test_top_p_keeps_no_id_more_than_it_takes_to_reach_the_mass(top_p: float, num_kept: int) -> None:
-    logprobs = compute_logprobs(torch.zeros(1, 4), pack([SamplingParams(top_p=top_p)]), history)
+    logprobs = compute_logprobs(torch.zeros(1, 4), pack([SamplingParams(top_p=top_p)]))
     assert torch.isfinite(logprobs[0]).nonzero()[:, 0].tolist() == list(range(num_kept))
 
 
@@ -72,7 +83,7 @@ def test_the_callers_logits_are_left_alone() -> None:
     logits = torch.randn(2, VOCAB_SIZE)
     before = logits.clone()
     rows = [SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0, top_k=2, temperature=0.5), SamplingParams()]
-    compute_logprobs(logits, pack(rows), history)
+    compute_logprobs(logits, pack(rows), edits_of(rows))
     assert torch.equal(logits, before)
 
 
@@ -130,6 +141,6 @@ EDGES = {
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in EDGES.items() for value in values])
 def test_no_parameter_that_is_accepted_breaks_the_distribution(field: str, value: float) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1e4, (1, VOCAB_SIZE)).astype(np.float32))
-    params = pack([SamplingParams(**{field: value})])  # type: ignore[arg-type]
-    _, chosen = draw(compute_logprobs(logits, params, history), params, np.array([0.5]))
+    rows = [SamplingParams(**{field: value})]  # type: ignore[arg-type]
+    _, chosen = draw(compute_logprobs(logits, pack(rows), edits_of(rows)), pack(rows), np.array([0.5]))
     assert np.isfinite(chosen).all()

@@ -53,3 +53,22 @@ def test_a_chunk_of_several_steps_has_the_logprobs_and_kept_ids_of_each(number: 
         assert found.top_logprobs is not None
         assert found.top_logprobs.token_ids.tolist() == [TOPS[0][:number]] * 4
         np.testing.assert_array_equal(found.top_logprobs.logprobs, np.float32([TOPS[1][:number]] * 4))
+
+
+def test_before_min_tokens_vllm_forbids_the_stop_ids_of_the_request_alone() -> None:
+    """VLLM itself adds its model's ends of text: once it does not, our own class of parameters is not needed."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    from unbroken.engines.vllm.conversion import make_sampling_params
+
+    params = SamplingParams(max_tokens=3, min_tokens=9, stop_token_ids=(7,), bad_words_ids=((4,), (5, 6)))
+    request = SampleRequest(request_id="a", prompt_ids=[1, 2], params=params)
+    ours = make_sampling_params(request, RequestOutputKind.FINAL_ONLY, num_logprobs=0).clone()
+    plain = VllmSamplingParams(min_tokens=1, stop_token_ids=[7], ignore_eos=True)
+    for each in (ours, plain):
+        each.update_from_generation_config({"eos_token_id": [2, 3]}, 2)
+    assert ours.all_stop_token_ids == {7}
+    assert plain.all_stop_token_ids == {2, 3, 7}
+    assert ours.min_tokens == 3
+    assert ours.bad_words_token_ids == [[4], [5, 6]]

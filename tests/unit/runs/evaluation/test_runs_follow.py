@@ -291,7 +291,7 @@ def test_the_settings_of_a_run_are_read_back_as_they_were(tmp_path, monkeypatch)
         read_described(stored | {"trackers.project": "https://u:***@host"}, section)
     with pytest.raises(InvalidInputError, match="learning_rat"):
         read_described({"trainer.optimizer.learning_rat": 1}, section)
-    # A set's own penalty, which code alone can give: this set would take the place of the recipe's, without it.
-    stored["evaluation_sets"][0]["sampling"]["repetition_penalty"] = 1.2
-    with pytest.raises(InvalidInputError, match=r"evaluation_sets\[0\]\.sampling\.repetition_penalty must be left out"):
+    # A set's own format, which code alone can give: this set would take the place of the recipe's, without it.
+    stored["evaluation_sets"][0]["sampling"]["structured_output"] = {"regex": "a*"}
+    with pytest.raises(InvalidInputError, match=r"evaluation_sets\[0\]\.sampling\.structured_output must be left out"):
         read_described(stored, section)

@@ -160,10 +160,11 @@ def test_a_field_of_rollouts_by_another_name_is_refused_with_its_own(name, field
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("suppress_tokens", "logprobs would be of another distribution than the model's at this temperature"),
+        ("no_repeat_ngram_size", "logprobs would be of another distribution than the model's at this temperature"),
         ("num_beams", "logprobs would be of another distribution"),
-        ("min_tokens", "logprobs would be of another distribution"),
+        ("guidance_scale", "logprobs would be of another distribution"),
         ("stop", "its name is stop_strings"),
+        ("bad_words", "its name is bad_words_ids, and it takes ids"),
         ("eos_token_id", "ids that end a completion, besides the template's own, are stop_token_ids"),
         ("ignore_eos", "a completion ends with a stop id, a stop string or max_tokens"),
     ],
@@ -188,7 +189,7 @@ def test_further_sampling_parameters_that_are_exact_go_through():
     [
         ("trainer.seed", "it is the run's seed"),
         ("loop.outages.ask_every_s", "it is 2 s"),
-        ("evaluation.sampling.structured_output.regex", "the trainer's logprobs would be of another distribution"),
+        ("evaluation.sampling.structured_output.regex", "a recipe in Python gives it"),
         ("engine.embedded.numerics", "they are those of trainer.numerics"),
     ],
 )

@@ -1,0 +1,58 @@
+"""A recipe of two turns with a tool, for a random model: the environment answers its first turn, whatever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.letters_recipe import share_of_letters
+from unbroken.rollout.env import Continue, Done, Outcome, Reply
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.tools import tool
+from unbroken.runs.collector import Problems
+from unbroken.runs.config import RolloutConfig, RunConfig
+from unbroken.runs.training import train_model
+from unbroken.training.config import LoopConfig
+from unbroken.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(RunConfig):
+    """Two prompts a step, four completions each."""
+
+    output: Path
+    model: Path
+    """A folder."""
+    rollouts: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(
+            problems_per_step=2, group_size=4, sampling=SamplingParams(max_tokens=12), limits=Limits(max_turns=2)
+        )
+    )
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=2))
+
+
+@tool
+async def look() -> str:
+    """Look."""
+    return "a cat"
+
+
+class TwoTurns(ToolEnv):
+    """Answers the first turn, and ends with the second."""
+
+    num_turns = 0
+
+    async def step(self, reply: Reply) -> Outcome:
+        """Answer a turn, whatever it is."""
+        self.num_turns += 1
+        return Done() if self.num_turns == 2 else Continue(messages=[{"role": "user", "content": "Again."}])
+
+
+async def run(config: Config) -> None:
+    """Train."""
+
+    def env(number: int) -> TwoTurns:
+        return TwoTurns([{"role": "user", "content": f"Write {number}."}], [look], share_of_letters)
+
+    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
