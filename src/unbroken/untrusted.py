@@ -69,11 +69,13 @@ def bound_values(body: bytes, num_opened: int) -> int:
 
 
 def count_values(body: bytes, num_opened: int) -> int:
-    """The lists, objects and texts of JSON, without parsing it; at most one more than `MAX_VALUES`, and 0 if there are
-    surely not so many: it has `num_opened` brackets and braces.
+    """The lists, objects and texts of JSON, without parsing it; any number above `MAX_VALUES` if there are more, and 0
+    if there are surely not so many: it has `num_opened` brackets and braces.
     """
     if bound_values(body, num_opened) <= MAX_VALUES:
         return 0
+    if b'"' not in body:  # no bracket is inside a text, and to find a million one by one takes a sixth of a second
+        return num_opened
     return sum(1 for _ in itertools.islice(_VALUE.finditer(body), MAX_VALUES + 1))
 
 
