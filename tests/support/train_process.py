@@ -57,6 +57,7 @@ from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.objective.supervised import make_supervised_row
+from unbroken.training.teachers import Teachers
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -205,6 +206,17 @@ def train_balanced(kind: str, accelerator: Accelerator | None, rank: int, direct
     return trainer
 
 
+def train_taught(accelerator: Accelerator | None, rank: int, directory: Path) -> Trainer:
+    """Learn a teacher's most likely ids, and save the weights; `rank` -1 has all rows."""
+    teachers = Teachers(models={"teacher": tiny_qwen3(seed=1)}, top_k=3)
+    trainer = Trainer(tiny_qwen3(), config(teacher_weight=0.5), accelerator=accelerator, teachers=teachers)
+    for step in range(len(NUM_ROWS)):
+        ranks = (0, 1) if rank < 0 else (rank,)
+        trainer.step([row for each in ranks for row in samples_of("plain", each, step)])
+    torch.save(dict(trainer.named_weights()), directory / f"weights-ddp-taught-{rank}.pt")
+    return trainer
+
+
 def train_supervised(kind: str, accelerator: Accelerator | None, rank: int, directory: Path) -> Trainer:
     """Make two steps on supervised rows alone and one beside rollouts, of which one process has no supervised ones, and
     save the weights and metrics; `rank` -1 has all rows.
@@ -276,6 +288,7 @@ def main() -> None:
             train_compiled(kind, accelerator, rank, directory)
         if kind == "ddp":
             failing.run(accelerator, rank, directory)
+            train_taught(accelerator, rank, directory)
             train_short_of_memory(accelerator, rank, directory)
     accelerator.wait_for_everyone()
     os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done

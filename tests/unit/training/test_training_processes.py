@@ -89,6 +89,13 @@ def test_the_balance_of_experts_is_that_of_all_processes(results, kind, tmp_path
         torch.testing.assert_close(together[name], weight, atol=1e-5, rtol=0, msg=name)
 
 
+def test_a_teachers_most_likely_ids_are_learned_by_two_processes_as_by_one(results, tmp_path):
+    train_process.train_taught(None, -1, tmp_path)
+    alone, together = weights(tmp_path, "ddp-taught--1"), weights(results, "ddp-taught-0")
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_supervised_rows_of_two_processes_train_as_those_of_one(results, kind, tmp_path):
     train_process.train_supervised("one", None, -1, tmp_path)
