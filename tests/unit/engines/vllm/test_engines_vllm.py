@@ -143,6 +143,32 @@ async def test_a_regex_forces_the_text(shared_vllm: Any, text_of: Any) -> None:
         assert sequence.completion_ids[-1] == 0
 
 
+async def test_under_a_regex_the_kept_ids_are_those_that_the_form_and_the_cut_leave(
+    shared_vllm: Any, text_of: Any
+) -> None:
+    """So a trainer follows a structured output as it follows top-k."""
+    from support.vllm_engines import tiny_vllm_model
+
+    engine, model = shared_vllm.engine, tiny_vllm_model(8)
+    await engine.update_weights(TensorSource(model.named_parameters()), policy_version=engine.policy_version + 1)
+    form = StructuredOutput(regex="[0-9]{3}-[a-f]{2}")
+    request = ask(n=4, max_tokens=30, top_k=3, temperature=0.7, return_kept_ids=True, structured_output=form)
+    result = await engine.sample(request)
+    result.check_answers(request)
+    for sequence in result.sequences:
+        ids = torch.tensor([*PROMPT_IDS.tolist(), *sequence.completion_ids.tolist()])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].double() / 0.7
+        for position, kept in enumerate(sequence.kept_ids.to_lists()):
+            scores = logits[len(PROMPT_IDS) + position - 1]
+            expected = scores[ids[len(PROMPT_IDS) + position]] - scores[kept].logsumexp(0)
+            assert abs(float(expected) - sequence.rollout_logprobs[position]) < 1e-5
+            assert 1 <= len(kept) <= 3
+        assert text_of([token_id for kept in sequence.kept_ids.to_lists()[:1] for token_id in kept]).isdigit()
+    with pytest.raises(SamplingError, match="return_kept_ids with structured_output needs top_k in"):
+        await engine.sample(ask(return_kept_ids=True, structured_output=form))
+
+
 async def test_a_json_schema_forces_the_text(shared_vllm: Any, text_of: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
     schema |= {"additionalProperties": False}

@@ -99,7 +99,7 @@ def test_a_row_has_an_entry_for_each_id_and_null_where_nothing_was_sampled(tmp_p
     assert json.loads(row["messages"]) == TOOL_TURNS["messages"]
     assert json.loads(row["data"])["columns"]["answer"] == "4"
     (line,) = export(run, tmp_path / "rows.jsonl")
-    texts = ("messages", "tools", "data", "reward_parts", "images")
+    texts = ("messages", "tools", "data", "reward_parts", "images", "controls")
     assert line == {**row, **{name: json.loads(row[name]) for name in texts}}
 
 
