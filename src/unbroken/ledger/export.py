@@ -47,7 +47,10 @@ def export_samples(
             fewer than ids.
     """
     by_node = _check_advantages(tree, advantage)
-    return [_build_row(path, mask, temperature, by_node) for path, mask, temperature in _find_rows(tree)]
+    return [
+        _build_row(path, mask, temperature, by_node, policy=_find_policy(tree, path))
+        for path, mask, temperature in _find_rows(tree)
+    ]
 
 
 def find_trained_paths(tree: TokenTree) -> list[Path]:
@@ -113,7 +116,14 @@ def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
     return mask
 
 
-def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: _Advantages) -> TrainingSample:
+def _find_policy(tree: TokenTree, path: Path) -> str | None:
+    """The policy of a path's sampled ids: each policy of a rollout has branches of its own."""
+    return next(tree.nodes[each.node].policy for each in path.segments[::-1] if each.origin is Origin.SAMPLED)
+
+
+def _build_row(
+    path: Path, loss_mask: BoolMask, temperature: float, by_node: _Advantages, *, policy: str | None
+) -> TrainingSample:
     # A path has a prefix of each of its nodes.
     advantages = np.concatenate(
         [
@@ -133,4 +143,5 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: _Ad
         images=tuple(image for image in path.images if image.offset < end),
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
         kept_ids=None if path.kept_ids is None else path.kept_ids.cut(end),
+        policy=policy,
     )

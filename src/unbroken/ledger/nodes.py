@@ -87,6 +87,8 @@ class Node:
     routed_start: int = 0
     kept_ids: KeptIds | None = None
     """[K] of a sampled node, if the engine returned them."""
+    policy: str | None = None
+    """The policy that sampled it, of a run of several."""
 
     @property
     def num_sampled(self) -> int:

@@ -127,7 +127,15 @@ class TokenTree:
             )
         )
 
-    def add_sampled(self, sequence: SampledSequence, *, parent: Position) -> Position:
+    def append(self, other: TokenTree) -> int:
+        """Add the nodes of another tree beside these, which share nothing; returns what is added to their numbers."""
+        shift = len(self._nodes)
+        for node in other._nodes:
+            parent = node.parent
+            self._add(node if parent is None else replace(node, parent=replace(parent, node=parent.node + shift)))
+        return shift
+
+    def add_sampled(self, sequence: SampledSequence, *, parent: Position, policy: str | None = None) -> Position:
         """Attach a completion to the prompt it was sampled from, and return the position after its last id.
 
         Ids that were given inside it stay what they are: without logprob and version, and never trained.
@@ -150,6 +158,7 @@ class TokenTree:
                 routed_experts=experts,
                 routed_start=routed_start,
                 kept_ids=sequence.kept_ids,
+                policy=policy,
             )
         )
 

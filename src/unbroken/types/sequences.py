@@ -423,6 +423,8 @@ class TrainingSample:
     """[R, L, K] the experts that computed the first R <= T ids when they were sampled; None if none are known."""
     kept_ids: KeptIds | None = None
     """[T] the ids that each id was sampled from, the whole vocabulary for given ones; None if nothing was cut."""
+    policy: str | None = None
+    """The policy that sampled it, of a run of several; None otherwise."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))
