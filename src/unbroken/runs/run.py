@@ -64,6 +64,7 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads
+from unbroken.training.policies import PolicyTrainers
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together
 from unbroken.training.warm_start import WarmStart
@@ -222,6 +223,8 @@ async def open_run(
     """
     model = find_revision(model, config.model_settings.revision)
     _check(config, model, accelerator)
+    if config.policies is not None and train_on.agent is not None:
+        raise InvalidInputError(f"policies must be left out with agents, who name no policy, got {config.policies}")
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(
         config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
@@ -262,8 +265,13 @@ async def open_run(
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
         length = engine.engine.context_length
         teachers = await open_teachers(stack, config, model, context_length=length, takes_images=images is not None)
-        own = {"accelerator": accelerator, "images": processor, "reference": reference, "teachers": teachers}
-        trainer = Trainer(policy, _choose_training(config, engine, policy), objective=config.objective, **own)
+        training, own = _choose_training(config, engine, policy), {"accelerator": accelerator, "reference": reference}
+        if config.policies is None:
+            own |= {"images": processor, "teachers": teachers}
+            trainer = Trainer(policy, training, objective=config.objective, **own)
+        else:
+            own |= {"policies": config.policies}
+            trainer = PolicyTrainers(policy, training, objective=config.objective, **own)
         yield _OpenRun(
             source=locate(model),
             rank=rank,
@@ -332,6 +340,7 @@ async def _open_engine(
             adapter_rank=config.adapter_rank,
             records_routing=config.trainer.routing_replay,
             numerics=config.trainer.numerics,
+            policies=() if config.policies is None else config.policies.names,
         )
     )
     fix_rotary(policy, engine.engine.context_length)
@@ -360,7 +369,8 @@ async def _open_training(
     """Prepare the output, and open what training writes and evaluates with, until the block ends."""
     output, trainer = config.output, run.trainer
     collector = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
-    models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
+    names = () if config.policies is None else config.policies.names
+    models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output, policies=names)
     _prepare_output(models, last_step=max(find_checkpoints(output / "checkpoints"), default=0))
     checkpoints = Checkpoints(
         output / "checkpoints",

@@ -159,6 +159,7 @@ class SamplerOpener:
             seed=(self.config.seed, 0),
             returns_experts=self.config.trainer.routing_replay,
             elsewhere=elsewhere,
+            policies=self.config.policies,
         )
         if elsewhere is None and _have_agents(self.problems):
             opening = _open_sessions(self.config, engine=engine, model=self.source, images=images, part=self.part)

@@ -45,6 +45,8 @@ class KeptModels:
     source: str
     """The model that is trained: an absolute path, or a hub name."""
     output: Path
+    policies: tuple[str, ...] = ()
+    """Of several policies their names: each has a folder in that of a model."""
 
     def remove_unfinished(self) -> None:
         """Remove what a killed process left; in the first process only."""
@@ -82,7 +84,7 @@ class KeptModels:
         is_best = self._is_best(evaluation, by)
         candidate = self.output / CANDIDATE
         with self.trainer.fail_together():
-            info = read_info(candidate) if self.trainer.is_main_process else None
+            info = self._read_info(candidate) if self.trainer.is_main_process else None
             if info is not None and is_best:
                 add_files(candidate, replace(info, evaluation=dict(evaluation)))
                 _move_folder(candidate, self.output / BEST)
@@ -95,8 +97,12 @@ class KeptModels:
                 remove_folder(self.output / CANDIDATE)
 
     def _is_best(self, evaluation: Mapping[str, float], by: str) -> bool:
-        before = self.trainer.from_main_process(read_info(self.output / BEST))
+        before = self.trainer.from_main_process(self._read_info(self.output / BEST))
         return before is None or before.evaluation is None or evaluation[by] > before.evaluation.get(by, -torch.inf)
+
+    def _read_info(self, folder: Path) -> ModelInfo | None:
+        """What is known of a model that is there; of several policies all have the same."""
+        return read_info(folder / self.policies[0] if self.policies else folder)
 
     def _write(self, folder: Path, step: int, *, evaluation: Mapping[str, float] | None = None) -> Path:
         config = self.config
@@ -104,7 +110,7 @@ class KeptModels:
             step=step, source=self.source, merged=config.merged, dtype=config.dtype and config.dtype.value,
             evaluation=None if evaluation is None else dict(evaluation),
         )  # fmt: skip
-        if self.trainer.from_main_process(read_info(folder)) != info:
+        if self.trainer.from_main_process(self._read_info(folder)) != info:
             begin(f"writing the model into {folder}")
             form = make_form(merged=config.merged, dtype=info.dtype)
             self.trainer.save_pretrained(folder, form=form, add_files=partial(add_files, info=info))
