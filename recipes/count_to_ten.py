@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from unbroken.messages import Message, get_text
@@ -149,7 +150,7 @@ async def run(config: Config) -> None:
         model=config.model,
         train_on=Problems(env=lambda number: Game(number, find_players(number, self_play=config.self_play))),
         evaluate_on=[
-            EvaluationSet(name=name, problems=Problems(env=lambda number, players=players: Game(number, players)))
+            EvaluationSet(name=name, problems=Problems(env=partial(Game, players=players)))
             for name, players in sides.items()
         ],
     )

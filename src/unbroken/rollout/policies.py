@@ -1,12 +1,12 @@
 """Several policies in one rollout: the environment names who speaks next, and each has a conversation of its own.
 
-    names = ["solver", "critic"]       EnvStart(policy="solver") ──► Continue(policy="critic") ──► Continue(policy="solver")
+    names = ["solver", "critic"]     EnvStart(policy="solver") ──► Continue(policy="critic") ──► Continue(policy="solver")
 
     solver      its first messages, its reply              ...    what the environment tells it then, its next reply
     critic                                    its messages, its reply
 
-A conversation has its own messages and ids, so that a policy sees what the environment tells it and what it said itself,
-and nothing else. `Trajectory` is the record of all turns in their order; its `parts` are what each policy said, as a
+A conversation has its own messages and ids: a policy sees what the environment tells it and what it said itself, and
+nothing else. `Trajectory` is the record of all turns in their order; its `parts` are what each policy said, as a
 trajectory of its own with its own reward: that is what is trained.
 
     solver         the policy that is trained
@@ -20,17 +20,16 @@ with a copy every 20 versions and room for 3, those of version 70 are 20, 40 and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.ledger.nodes import Position
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.tree import Conversations, TokenTree
 from unbroken.messages import Message, ToolSchema
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
+from unbroken.rollout.trajectory import Turn
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _PEFT_PREFIX = "lora_"
@@ -91,10 +90,21 @@ class PoliciesConfig:
         past = "" if self.copy_every else "; for NAME@past set policies.copy_every"
         raise InvalidInputError(f"the policy of an environment's turn must be {known}{past}, got {said!r}")
 
+    def read_rewards(self, given: object, spoke: Collection[str]) -> dict[str, float]:
+        """The reward of each policy that has one, in the order of the names.
 
-def get_adapter(policy: str | None) -> str | None:
-    """The adapter that an engine is asked for; None for the model itself, which every policy begins as."""
-    return None if policy is None or policy.endswith("@0") else policy
+        Raises:
+            RewardError: one that spoke has none, a name is no policy's, or a reward is not a finite number.
+        """
+        if not isinstance(given, Mapping) or not set(given) <= set(self.names):
+            raise RewardError(f"the reward must be a mapping from some of {list(self.names)} to numbers, got {given!r}")
+        if missing := [name for name in self.names if name in spoke and name not in given]:
+            raise RewardError(f"the reward must have a number for each policy that spoke, and has none for {missing}")
+        return {
+            name: to_finite_float32(given[name], name=f"the reward of {name}", error=RewardError)
+            for name in self.names
+            if name in given
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,64 +117,40 @@ class Speech:
     """Whether `given` is its whole history from now on."""
     turn: Turn
 
+    @staticmethod
+    def join(
+        speeches: Sequence[Speech], trees: Mapping[str, TokenTree], tools: tuple[ToolSchema, ...]
+    ) -> tuple[TokenTree, tuple[Turn, ...], Conversations]:
+        """The record of a rollout: one tree of all ids, the turns in their order, and which messages belong to which.
 
-def join_speeches(
-    speeches: Sequence[Speech], trees: Mapping[str, TokenTree], tools: tuple[ToolSchema, ...]
-) -> tuple[TokenTree, tuple[Turn, ...], Conversations]:
-    """The record of a rollout: one tree of all ids, the turns in their order, and which messages belong to which."""
-    tree = TokenTree()
-    shifts = {name: tree.append(own) for name, own in trees.items()}
-    messages: list[Message] = []
-    parents: list[int | None] = []
-    last: dict[str, int] = {}
-    turns, replies = [], []
-    for speech in speeches:
-        parent = None if speech.replaces else last.get(speech.policy)
-        for message in (*speech.given, speech.turn.message):
-            messages.append(message)
-            parents.append(parent)
-            parent = len(messages) - 1
-        last[speech.policy] = len(messages) - 1
-        replies.append(len(messages) - 1)
-        turns.append(_shift(speech.turn, shifts[speech.policy]))
-    conversations = Conversations(
-        messages=messages,
-        parents=parents,
-        turn_of_node={turn.end.node: number for number, turn in enumerate(turns)},
-        replies=replies,
-        tools=[tools] * len(turns),
-    )
-    return tree, tuple(turns), conversations
+        `trees` are those of the policies' own conversations.
+        """
+        tree = TokenTree()
+        shifts = {name: tree.append(own) for name, own in trees.items()}
+        turns = tuple(_shift(each.turn, shifts[each.policy]) for each in speeches)
+        messages: list[Message] = []
+        parents: list[int | None] = []
+        last: dict[str, int] = {}
+        """The newest message of each policy's conversation."""
+        replies = []
+        for speech in speeches:
+            parent = None if speech.replaces else last.get(speech.policy)
+            for message in (*speech.given, speech.turn.message):
+                messages.append(message)
+                parents.append(parent)
+                parent = len(messages) - 1
+            last[speech.policy] = len(messages) - 1
+            replies.append(len(messages) - 1)
+        conversations = Conversations(
+            messages=messages,
+            parents=parents,
+            turn_of_node={turn.end.node: number for number, turn in enumerate(turns)},
+            replies=replies,
+            tools=[tools] * len(turns),
+        )
+        return tree, turns, conversations
 
 
 def _shift(turn: Turn, shift: int) -> Turn:
-    def move(position: Position) -> Position:
-        return replace(position, node=position.node + shift)
-
-    return replace(turn, prompt_end=move(turn.prompt_end), end=move(turn.end))
-
-
-def read_rewards(given: object, spoke: Sequence[str], config: PoliciesConfig) -> dict[str, float]:
-    """The reward of each policy that is trained, of those that spoke.
-
-    Raises:
-        RewardError: one that spoke has none, a name is no policy's, or a reward is not a finite number.
-    """
-    if not isinstance(given, Mapping) or not set(given) <= set(config.names):
-        raise RewardError(f"the reward must be a mapping from some of {list(config.names)} to numbers, got {given!r}")
-    if missing := [name for name in spoke if name in config.names and name not in given]:
-        raise RewardError(f"the reward must have a number for each policy that spoke, and has none for {missing}")
-    return {
-        name: to_finite_float32(given[name], name=f"the reward of {name}", error=RewardError)
-        for name in config.names
-        if name in given
-    }
-
-
-def split_groups(groups: Sequence[TrajectoryGroup], policy: str) -> list[TrajectoryGroup]:
-    """The groups of what one policy said, of those in which it spoke; a sibling in which it did not is left out."""
-    return [replace(group, trajectories=parts) for group in groups if (parts := tuple(_find_parts(group, policy)))]
-
-
-def _find_parts(group: TrajectoryGroup, policy: str) -> Iterator[Trajectory]:
-    return (each.parts[policy] for each in group.trajectories if policy in each.parts)
+    ends = {name: getattr(turn, name) for name in ("prompt_end", "end")}
+    return replace(turn, **{name: replace(end, node=end.node + shift) for name, end in ends.items()})

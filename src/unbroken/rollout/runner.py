@@ -28,7 +28,7 @@ from unbroken.rendering.base import LoadsImages, ParsedResponse, ParsedToolCall,
 from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Reply, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
-from unbroken.rollout.policies import PoliciesConfig, Speech, get_adapter, join_speeches, read_rewards
+from unbroken.rollout.policies import PoliciesConfig, Speech
 from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given, count_prompt
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.thinking import ThinkingBound
@@ -300,7 +300,7 @@ class _Episode:
         if budget.max_tokens < 1:
             return budget.limit
         sampling_s = self.clock.read()
-        sequence = await policy.sample(prompt, budget, num_turns, adapter=get_adapter(conversation.policy))
+        sequence = await policy.sample(prompt, budget, num_turns, adapter=conversation.adapter)
         sampled_s = self.clock.read()
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
@@ -511,6 +511,11 @@ class _Conversation:
         self._num_call_ids = 0
 
     @property
+    def adapter(self) -> str | None:
+        """What the engine is asked for; None for the model itself, which every policy begins as."""
+        return None if self.policy is None or self.policy.endswith("@0") else self.policy
+
+    @property
     def num_sampled(self) -> int:
         """Number of ids sampled in all turns."""
         return self.tree.num_sampled
@@ -671,9 +676,9 @@ class _Speakers:
         return {name: 0.0 for name in self._table.config.names if name in self._by_name}
 
     def add_turn_rewards(self, given: Any) -> dict[str, float]:
-        """The environment's rewards, with those of each policy's turns; raises as `read_rewards`."""
+        """The environment's rewards, with those of each policy's turns; raises as `PoliciesConfig.read_rewards`."""
         assert self._table is not None, "asked for only with several policies"
-        rewards = read_rewards(given, list(self._by_name), self._table.config)
+        rewards = self._table.config.read_rewards(given, self._by_name.keys())
         for name in rewards.keys() & self._by_name.keys():
             total = rewards[name] + sum(_fill_turn_rewards(self._by_name[name].turn_rewards))
             rewards[name] = to_finite_float32(total, name=f"the reward's sum of {name}", error=RewardError)
@@ -684,7 +689,7 @@ class _Speakers:
         if self._table is None or not self._speeches:
             return record
         trees = {name: each.tree for name, each in self._by_name.items()}
-        tree, turns, conversations = join_speeches(self._speeches, trees, record.tools)
+        tree, turns, conversations = Speech.join(self._speeches, trees, record.tools)
         earned = {name: iter(_fill_turn_rewards(each.turn_rewards)) for name, each in self._by_name.items()}
         parts = {
             name: self._make_part(record, name, rewards.get(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -169,6 +169,13 @@ class TrajectoryGroup:
     """The problem's row of a data set: its `index`, and its `columns` in types that JSON has."""
     reward_costs: Mapping[str, float] = field(default_factory=dict)
     """What its reward functions counted, by the name of a metric, which is the sum over all groups of a step."""
+
+    def take_part(self, policy: str) -> TrajectoryGroup | None:
+        """What one of several policies said; siblings in which it did not speak are left out, and None if it never
+        did.
+        """
+        parts = tuple(each.parts[policy] for each in self.trajectories if policy in each.parts)
+        return replace(self, trajectories=parts) if parts else None
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

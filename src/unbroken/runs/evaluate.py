@@ -209,7 +209,6 @@ def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[_Evalu
     return replace(config, trainer=replace(config.trainer, routing_replay=False))
 
 
-
 def choose_size(
     each: EvaluationSet, config: RunConfig, num_problems: int | None, num_samples: int | None
 ) -> EvaluationSet:

@@ -223,8 +223,6 @@ async def open_run(
     """
     model = find_revision(model, config.model_settings.revision)
     _check(config, model, accelerator)
-    if config.policies is not None and train_on.agent is not None:
-        raise InvalidInputError(f"policies must be left out with agents, who name no policy, got {config.policies}")
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(
         config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
@@ -265,13 +263,8 @@ async def open_run(
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
         length = engine.engine.context_length
         teachers = await open_teachers(stack, config, model, context_length=length, takes_images=images is not None)
-        training, own = _choose_training(config, engine, policy), {"accelerator": accelerator, "reference": reference}
-        if config.policies is None:
-            own |= {"images": processor, "teachers": teachers}
-            trainer = Trainer(policy, training, objective=config.objective, **own)
-        else:
-            own |= {"policies": config.policies}
-            trainer = PolicyTrainers(policy, training, objective=config.objective, **own)
+        own = {"accelerator": accelerator, "images": processor, "reference": reference, "teachers": teachers}
+        trainer = _make_trainer(config, engine, policy, **own)
         yield _OpenRun(
             source=locate(model),
             rank=rank,
@@ -281,6 +274,15 @@ async def open_run(
             model=policy,
             warm_start=warm_start,
         )
+
+
+def _make_trainer(config: RunConfig, engine: RunEngine, policy: Any, **own: Any) -> Trainer:
+    """The trainer of the run's policy, or of several."""
+    training, objective = _choose_training(config, engine, policy), config.objective
+    if config.policies is None:
+        return Trainer(policy, training, objective=objective, **own)
+    del own["images"], own["teachers"]  # `RunConfig` refuses them
+    return PolicyTrainers(policy, training, policies=config.policies, objective=objective, **own)
 
 
 def _check(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:

@@ -9,7 +9,7 @@ A step's number is the version of all: solver@7 and critic@7 are what both were 
 number says how old an id is. A policy that had nothing to train on is the same in the next version.
 
     checkpoints/step-00000007/solver    checkpoints/step-00000007/critic    a trainer's checkpoint each (state.py)
-                              copies.safetensors  policies.json             the frozen copies; names, and SHA-256 of them
+                              copies.safetensors  policies.json             frozen copies; names, and SHA-256 of them
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from safetensors.torch import load_file, save_file
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
-from unbroken.rollout.policies import PoliciesConfig, split_groups
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import Reference, TrainerConfig
 from unbroken.training.metrics.stats import ProcessStats, StepStats
-from unbroken.training.model.adapters import with_matrices, without_adapters
+from unbroken.training.model.adapters import with_matrices
 from unbroken.training.model.pretrained import AddFiles, ModelForm
 from unbroken.training.model.row_scores import RowScores
+from unbroken.training.objective.base import Objective
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import TRAINABLE, DropReason, TrajectoryRows
 from unbroken.training.trainer import Trainer
 from unbroken.types import Logprobs, TrainingSample
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
-from unbroken.weights.adapters import join_policy
 from unbroken.weights.files import WeightFiles, describe_file, parse_files
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 from unbroken.weights.sources import WeightStream
@@ -59,7 +59,7 @@ class PolicyTrainers(Trainer):
         config: TrainerConfig,
         *,
         policies: PoliciesConfig,
-        objective: PolicyGradient | None = None,
+        objective: Objective[Any] | None = None,
         policy_version: int = 0,
         accelerator: Accelerator | None = None,
         reference: Reference | None = None,
@@ -67,9 +67,12 @@ class PolicyTrainers(Trainer):
         """Take over a `peft.PeftModel` that has an adapter for each name; `config.lora_updates` is adapter.
 
         Raises:
-            InvalidInputError: as `Trainer`; or there are several processes, which would each need every row in turn.
+            InvalidInputError: as `Trainer`; there are several processes; or the objective is no policy gradient, whose
+                units are of one trajectory.
         """
         accelerator = accelerator or Accelerator()
+        if not isinstance(objective, PolicyGradient | None):
+            raise InvalidInputError(f"the objective of several policies must be a PolicyGradient, got {objective}")
         if accelerator.num_processes > 1:
             raise InvalidInputError(
                 f"policies must be left out with several processes, got {accelerator.num_processes}: policies take "
@@ -108,7 +111,8 @@ class PolicyTrainers(Trainer):
             counters.count(Event.DROPPED_ROW, reason)
         units: list[Any] = []
         for name, trainer in self._trainers.items():
-            own, least = split_groups(groups, name), self.objective.min_group_size
+            own = [part for group in groups if (part := group.take_part(name)) is not None]
+            least = self.objective.min_group_size
             small = [group for group in own if len(group.trajectories) < least]  # it spoke in too few of the siblings
             num_small = sum(len(group.trajectories) for group in small)
             counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=num_small)
@@ -171,7 +175,7 @@ class PolicyTrainers(Trainer):
         with ExitStack() as stack:
             trainer = self._activate(name)
             if policy is None or version == "0":
-                stack.enter_context(without_adapters(self._model))
+                stack.enter_context(self._model.disable_adapter())
             elif version:
                 stack.enter_context(with_matrices(self._model, self._copies[policy]))
             yield trainer
@@ -179,24 +183,24 @@ class PolicyTrainers(Trainer):
     def named_weights(self) -> WeightStream:
         """The adapters of all policies and copies, each matrix under the name of its policy (`weights.adapters`)."""
         specs = [
-            replace(spec, name=join_policy(name, spec.name))
+            replace(spec, name=f"{name}/{spec.name}")
             for name in self._trainers
             for spec in self._activate(name).named_weights().specs
         ]
         frozen = WeightStream.of(
-            (join_policy(name, key), tensor) for name, copy in self._copies.items() for key, tensor in copy.items()
+            (f"{name}/{key}", tensor) for name, copy in self._copies.items() for key, tensor in copy.items()
         )
         return WeightStream([*specs, *frozen.specs], self._read_weights(frozen))
 
     def _read_weights(self, frozen: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._trainers:
-            yield from ((join_policy(name, key), tensor) for key, tensor in self._activate(name).named_weights())
+            yield from ((f"{name}/{key}", tensor) for key, tensor in self._activate(name).named_weights())
         yield from frozen
 
     def copy_state(self, *, extra: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
         """As `Trainer.copy_state`: a checkpoint of each policy in a folder of its name, and the frozen copies."""
         writers = {name: self._activate(name).copy_state(extra=extra) for name in self._trainers}
-        copies = {join_policy(name, key): tensor for name, copy in self._copies.items() for key, tensor in copy.items()}
+        copies = {f"{name}/{key}": tensor for name, copy in self._copies.items() for key, tensor in copy.items()}
 
         def write(folder: Path) -> None:
             try:
@@ -205,7 +209,9 @@ class PolicyTrainers(Trainer):
                         write_one(aside / name)
                     _write_copies(aside, list(writers), copies)
             except OSError as error:
-                raise CheckpointError(f"checkpoint {folder} cannot be written: {error}. Nothing is left of it") from error
+                raise CheckpointError(
+                    f"checkpoint {folder} cannot be written: {error}. Nothing is left of it"
+                ) from error
 
         return write
 
@@ -214,14 +220,10 @@ class PolicyTrainers(Trainer):
         names, copies = _read_copies(folder)
         if names != list(self._trainers):
             raise CheckpointError(f"{folder} is of the policies {names}, and this run has {list(self._trainers)}")
-        extra: Mapping[str, Any] = {}
-        for name in names:
-            trainer = self._activate(name)
-            extra = trainer.load(folder / name)
-            version = trainer.policy_version
-        self.policy_version = version
+        extras = [self._activate(name).load(folder / name) for name in names]
+        self.policy_version = self._trainers[names[0]].policy_version
         self._copies = copies
-        return extra
+        return extras[0]
 
     def save_pretrained(
         self, folder: Path, *, form: ModelForm | None = None, add_files: AddFiles | None = None

@@ -48,11 +48,6 @@ def is_adapter(names: Collection[str]) -> bool:
     return bool(found)
 
 
-def join_policy(policy: str, name: str) -> str:
-    """The name of a matrix in an update of several policies: `solver/model.layers.0.self_attn.q_proj.lora_A.weight`."""
-    return f"{policy}/{name}"
-
-
 def split_policies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]] | None:
     """The matrices of each policy of an update of several, by the names of one; None if it is of one, without names.
 

@@ -76,13 +76,7 @@ class RowAdapters:
         Raises:
             SamplingError: a matrix is missing, is of no linear layer, or has another shape; nothing was changed.
         """
-        for tensors in given.values():
-            specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
-            check_update(model, specs, is_whole=True, sums=None)
-        layers = {path.removesuffix(A) for tensors in given.values() for path in tensors if path.endswith(A)}
-        for path in layers:
-            if not isinstance(model.get_submodule(path), nn.Linear):
-                raise SamplingError(f"an adapter of one row among others must be of linear layers, got one of {path!r}")
+        layers = _find_layers(model, given)
         # A number stays that of its name: rows that run have it.
         free = max(self._numbers.values(), default=BASE) + 1
         fresh = [name for name in given if name not in self._numbers]
@@ -90,14 +84,14 @@ class RowAdapters:
         self._numbers = kept | {name: free + place for place, name in enumerate(fresh)}
         self._matrices = {
             path: {
-                self._numbers[name]: _take(model.get_submodule(path), tensors, path)
+                self._numbers[name]: _take(layer, tensors, path)
                 for name, tensors in given.items()
                 if path + A in tensors
             }
-            for path in layers
+            for path, layer in layers.items()
         }
-        for path in layers - self._hooks.keys():
-            self._hooks[path] = model.get_submodule(path).register_forward_hook(partial(self._add, path))
+        for path in layers.keys() - self._hooks.keys():
+            self._hooks[path] = layers[path].register_forward_hook(partial(self._add, path))
 
     def choose(self, numbers_R: NDArray[np.int64], device: torch.device) -> None:
         """Set the adapter of each row of the next pass."""
@@ -122,14 +116,27 @@ class RowAdapters:
             if number in matrices:
                 a_KD, b_EK = matrices[number]
                 if len(rows) == self._num_rows:  # one adapter for all: nothing is picked out
-                    return output_RTE + (x_RTD @ a_KD.T) @ b_EK.T
+                    return output_RTE.add_((x_RTD @ a_KD.T) @ b_EK.T)
                 output_RTE.index_add_(0, rows, (x_RTD[rows] @ a_KD.T) @ b_EK.T)
         return output_RTE
 
 
-def _take(layer: nn.Module, tensors: Mapping[str, torch.Tensor], path: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_layers(model: nn.Module, given: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, nn.Linear]:
+    """The layers that adapters change, by name; raises `SamplingError` if one is not as the model's, or not linear."""
+    layers: dict[str, nn.Linear] = {}
+    for tensors in given.values():
+        specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+        check_update(model, specs, is_whole=True, sums=None)
+        for path in [name.removesuffix(A) for name in tensors if name.endswith(A)]:
+            layer = model.get_submodule(path)
+            if not isinstance(layer, nn.Linear):
+                raise SamplingError(f"an adapter of one row among others must be of linear layers, got one of {path!r}")
+            layers[path] = layer
+    return layers
+
+
+def _take(layer: nn.Linear, tensors: Mapping[str, torch.Tensor], path: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of A and B in the type of the layer that they are added to."""
     weight = layer.weight
-    assert isinstance(weight, torch.Tensor), "a linear layer has one"
     a, b = (tensors[path + ending].detach().to(weight.device, weight.dtype, copy=True) for ending in (A, B))
     return a, b

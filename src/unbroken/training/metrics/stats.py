@@ -272,9 +272,8 @@ def _policy_metrics(policies: Mapping[str, StepStats | None]) -> Metrics:
     """Of each of several policies, what may differ from the others."""
     found: dict[str, float | None] = {}
     for name, stats in policies.items():
-        found[f"policy/{name}/num_rows"] = 0 if stats is None else stats.num_rows
-        found[f"policy/{name}/num_loss_tokens"] = 0 if stats is None else stats.num_loss_tokens
-        for key in ("loss", "entropy", "clip_fraction", "grad_norm"):
-            found[f"policy/{name}/{key}"] = None if stats is None else getattr(stats, key)
-        found[f"policy/{name}/mismatch_k3"] = None if stats is None else stats.mismatch.k3
+        numbers: Metrics = {} if stats is None else step_metrics(stats)
+        found[f"policy/{name}/num_rows"] = numbers.get("train/num_rows", 0)
+        for key in ("train/loss", "train/entropy", "train/clip_fraction", "train/grad_norm", "mismatch/k3"):
+            found[f"policy/{name}/{key.removeprefix('train/').replace('/', '_')}"] = numbers.get(key)
     return found

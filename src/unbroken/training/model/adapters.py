@@ -411,13 +411,6 @@ def _list_idle(model: Any) -> list[str]:
 
 
 @contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
-    """Let a model compute as its base does."""
-    with _disable_adapters(model):
-        yield
-
-
-@contextmanager
 @torch.no_grad()
 def with_matrices(model: Any, matrices: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Let the active adapter compute with others of its matrices, which are those of `gather_adapter`."""
