@@ -1,6 +1,6 @@
 """Several policies in one rollout: the environment names who speaks next, and each has a conversation of its own.
 
-    names = ["solver", "critic"]     EnvStart(policy="solver") ──► Continue(policy="critic") ──► Continue(policy="solver")
+    names = ["solver", "critic"]   EnvStart(policy="solver") ──► Continue(policy="critic") ──► Continue(policy="solver")
 
     solver      its first messages, its reply              ...    what the environment tells it then, its next reply
     critic                                    its messages, its reply

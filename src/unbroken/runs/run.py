@@ -371,8 +371,7 @@ async def _open_training(
     """Prepare the output, and open what training writes and evaluates with, until the block ends."""
     output, trainer = config.output, run.trainer
     collector = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
-    names = () if config.policies is None else config.policies.names
-    models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output, policies=names)
+    models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
     _prepare_output(models, last_step=max(find_checkpoints(output / "checkpoints"), default=0))
     checkpoints = Checkpoints(
         output / "checkpoints",

@@ -96,6 +96,11 @@ class PolicyTrainers(Trainer):
         """Frozen adapters by NAME@VERSION, as engines get them. The first version is the base, and needs none."""
         self._activate(policies.names[0])
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the policies."""
+        return self._policies.names
+
     def _activate(self, name: str) -> Trainer:
         """Let the model compute and be trained as one policy."""
         if self._model.active_adapters != [name]:
@@ -106,19 +111,23 @@ class PolicyTrainers(Trainer):
 
     async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[Any]:
         """The units of each policy: what it said, compared with what it said in the siblings, by its own rewards."""
-        for each in [each for group in groups for each in group.trajectories if not each.parts]:
+        silent = [each for group in groups for each in group.trajectories if not each.parts]
+        for each in silent:  # it ended before anybody spoke
             reason = DropReason.NOTHING_SAMPLED if each.status in TRAINABLE else each.status
             counters.count(Event.DROPPED_ROW, reason)
         units: list[Any] = []
         for name, trainer in self._trainers.items():
-            own = [part for group in groups if (part := group.take_part(name)) is not None]
-            least = self.objective.min_group_size
-            small = [group for group in own if len(group.trajectories) < least]  # it spoke in too few of the siblings
-            num_small = sum(len(group.trajectories) for group in small)
-            counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=num_small)
-            made = await trainer.make_units([group for group in own if len(group.trajectories) >= least], counters)
+            made = await trainer.make_units(self._take_parts(groups, name, counters), counters)
             units += [replace(unit, policy=name) for unit in made]
         return units
+
+    def _take_parts(self, groups: Sequence[TrajectoryGroup], name: str, counters: Counters) -> list[TrajectoryGroup]:
+        """What one policy said in each group, unless it spoke in too few of the siblings to be compared."""
+        parts = [part for group in groups if (part := group.take_part(name)) is not None]
+        least = self.objective.min_group_size
+        num_small = sum(len(part.trajectories) for part in parts if len(part.trajectories) < least)
+        counters.count(Event.DROPPED_ROW, DropReason.SMALL_GROUP, times=num_small)
+        return [part for part in parts if len(part.trajectories) >= least]
 
     def step(
         self, units: Sequence[Any], *, supervised: Sequence[TrainingSample] | None = None, weight: float = 1.0

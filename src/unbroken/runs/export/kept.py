@@ -19,6 +19,7 @@ from unbroken.progress import begin
 from unbroken.runs.config import ExportConfig
 from unbroken.runs.export.files import ModelInfo, add_files, read_info
 from unbroken.training.model.pretrained import ModelForm
+from unbroken.training.policies import PolicyTrainers
 from unbroken.training.trainer import Trainer
 from unbroken.weights.folders import flush_to_disk, remove_folder, remove_unfinished
 
@@ -45,8 +46,6 @@ class KeptModels:
     source: str
     """The model that is trained: an absolute path, or a hub name."""
     output: Path
-    policies: tuple[str, ...] = ()
-    """Of several policies their names: each has a folder in that of a model."""
 
     def remove_unfinished(self) -> None:
         """Remove what a killed process left; in the first process only."""
@@ -101,8 +100,8 @@ class KeptModels:
         return before is None or before.evaluation is None or evaluation[by] > before.evaluation.get(by, -torch.inf)
 
     def _read_info(self, folder: Path) -> ModelInfo | None:
-        """What is known of a model that is there; of several policies all have the same."""
-        return read_info(folder / self.policies[0] if self.policies else folder)
+        """What is known of a model that is there; of several policies, each in its own folder, all have the same."""
+        return read_info(folder / self.trainer.names[0] if isinstance(self.trainer, PolicyTrainers) else folder)
 
     def _write(self, folder: Path, step: int, *, evaluation: Mapping[str, float] | None = None) -> Path:
         config = self.config
