@@ -89,6 +89,10 @@ def debate() -> Talk:
     )
 
 
+def against_the_past() -> Talk:
+    return Talk(Continue(messages=[user("?")], policy="solver@past"), rewards={"solver": 1.0})
+
+
 async def test_each_policy_has_a_conversation_of_its_own() -> None:
     engine = talker("4", "no", "5")
     (trajectory,) = (await play(debate(), engine)).trajectories
@@ -150,8 +154,7 @@ async def test_siblings_play_against_the_same_frozen_copy_of_which_no_id_is_trai
     drawn = set()
     for seed in range(20):
         engine = Later([say("4"), say("4"), say("no"), say("no")], allow_forks=True)
-        outcome = Continue(messages=[user("?")], policy="solver@past")
-        group = await play(lambda: Talk(outcome, rewards={"solver": 1.0}), engine, policies, n=2, seed=seed)
+        group = await play(against_the_past, engine, policies, n=2, seed=seed)
         names = [trajectory.turns[1].policy for trajectory in group.trajectories]
         assert names[0] == names[1]
         assert all(list(trajectory.parts) == ["solver"] for trajectory in group.trajectories)
