@@ -1,10 +1,11 @@
-"""Two policies that play against each other: they count in turns, each adds 1, 2 or 3, and who says 10 wins.
+"""Two policies that play against each other: they count in turns, each adds 1, 2 or 3, and who comes to 7 wins.
 
-    unbroken train recipes/count_to_ten.py                       # "first" against "second", on a CPU in minutes
-    unbroken train recipes/count_to_ten.py --self-play true      # "first" against itself, and against its frozen copies
+    unbroken train recipes/count_to_seven.py                     # "first" against "second", on a CPU in minutes
+    unbroken train recipes/count_to_seven.py --self-play true    # one policy on both sides, against its frozen copies
 
-Both are adapters on one tiny model, which a drill has taught to say one of the three numbers, and nothing of the game.
-Each is evaluated against an opponent that never changes: one that draws its numbers. Who adds up to 2 and 6 wins.
+Both are adapters on one tiny model, which a drill has taught to read a count and to say one of the three numbers, and
+nothing of the game. Each is evaluated against an opponent that never changes: one that draws its numbers. Who has come
+to 3 can come to 7.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
 
-GOAL, MOVES = 10, ("1", "2", "3")
+GOAL, MOVES = 7, ("1", "2", "3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(RunConfig):
     """The settings: two policies, a tiny model, and a high learning rate for it."""
 
-    output: Path = Path("runs/count-to-ten")
-    model: Path = Path("runs/count-to-ten-model")
+    output: Path = Path("runs/count-to-seven")
+    model: Path = Path("runs/count-to-seven-model")
     """A folder; a model that knows the three numbers is written there, unless there is one."""
     self_play: bool = False
-    """One policy plays both sides: half of the games against a frozen copy of itself."""
+    """One policy plays each side in turns, against a frozen copy of itself."""
     policies: PoliciesConfig | None = field(default_factory=lambda: PoliciesConfig(names=("first", "second")))
     lora: LoraConfig | None = field(default_factory=lambda: LoraConfig(rank=8, alpha=16))
     rollouts: RolloutConfig = field(
@@ -45,7 +46,9 @@ class Config(RunConfig):
             problems_per_step=8, group_size=16, sampling=SamplingParams(max_tokens=3), limits=Limits(max_turns=12)
         )
     )
-    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3)))
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-3), entropy_weight=0.02)
+    )
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=60, max_empty_steps=None))
     evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(num_problems=64, every=20))
 
@@ -90,7 +93,7 @@ class Game:
 
     def _add(self, move: int) -> None:
         self._count += move
-        if self._count >= GOAL:  # 11 and 12 lose
+        if self._count >= GOAL:  # more loses
             self._winner = self._side if self._count == GOAL else 1 - self._side
         self._side = 1 - self._side
 
@@ -117,8 +120,9 @@ def write_model(folder: Path, *, seed: int) -> None:
         for _ in range(16):
             messages = []
             for _ in range(4):
-                messages.append({"role": "user", "content": f"{rng.randrange(GOAL)} of {GOAL}"})
-                messages.append({"role": "assistant", "content": rng.choice(MOVES)})
+                count = rng.randrange(GOAL)  # half of the answers depend on it, so that it is read
+                messages.append({"role": "user", "content": f"{count} of {GOAL}"})
+                messages.append({"role": "assistant", "content": rng.choice([*MOVES, *[MOVES[count % 3]] * 3])})
             texts.append(tokenizer.apply_chat_template(messages, tokenize=False))
         ids = tokenizer(texts, return_tensors="pt").input_ids  # all as long: a number has one character
         model(input_ids=ids, labels=ids).loss.backward()
