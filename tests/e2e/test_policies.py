@@ -18,10 +18,10 @@ from unbroken.runs.records.files import find_records, read_records
 from unbroken.training.model.pretrained import ModelForm
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "count_to_seven.py"
-SMALL = (
-    "--rollouts.problems-per-step 2 --rollouts.group-size 4 --loop.num-steps 5 --checkpoints.every 1 "
-    "--evaluation.num-problems 2 --preflight false"
-).split()
+SMALL = [
+    *("--rollouts.problems-per-step", "2", "--rollouts.group-size", "4", "--loop.num-steps", "5"),
+    *("--checkpoints.every", "1", "--evaluation.num-problems", "2", "--preflight", "false"),
+]
 
 
 def test_a_game_of_two_policies_that_is_killed_goes_on_with_both(tmp_path: Path, capsys) -> None:
