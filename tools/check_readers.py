@@ -92,6 +92,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.training.metrics.trackers": (2, "ids of its own runs"),
     "unbroken.training.metrics.writer": (2, "metrics of its own run"),
     "unbroken.training.model.pretrained": (4, "what transformers and PEFT wrote of a config"),
+    "unbroken.training.policies": (1, "weights whose digests were compared"),
     "unbroken.training.state": (2, "what was written in the same call; a pickle that may name types of tensors alone"),
     "unbroken.types.recorded": (1, "an .npy in base64, without pickles"),
     "unbroken.types.sampling": (1, "a schema in a body that was checked; deep ones are caught"),

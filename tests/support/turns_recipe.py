@@ -12,7 +12,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.training import train_model
+from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig
 from unbroken.types import SamplingParams
 
@@ -49,10 +49,10 @@ class TwoTurns(ToolEnv):
         return Done() if self.num_turns == 2 else Continue(messages=[{"role": "user", "content": "Again."}])
 
 
-async def run(config: Config) -> None:
-    """Train."""
+async def make_task(config: Config) -> Task:
+    """Prompts of two turns."""
 
     def env(number: int) -> TwoTurns:
         return TwoTurns([{"role": "user", "content": f"Write {number}."}], [look], share_of_letters)
 
-    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+    return Task(model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))

@@ -99,6 +99,8 @@ class Node:
     """[K] of a sampled node, if the engine returned them."""
     controls: LogitControls | None = None
     """What changed the logits of a sampled node; None if nothing did."""
+    policy: str | None = None
+    """The policy that sampled it, of a run of several."""
 
     @property
     def sampled_mask(self) -> BoolMask:

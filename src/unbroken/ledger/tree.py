@@ -143,7 +143,15 @@ class TokenTree:
             )
         )
 
-    def add_sampled(self, sequence: SampledSequence, *, parent: Position) -> Position:
+    def append(self, other: TokenTree) -> int:
+        """Add the nodes of another tree beside these, which share nothing; returns what is added to their numbers."""
+        shift = len(self._nodes)
+        for node in other._nodes:
+            parent = node.parent
+            self._add(node if parent is None else replace(node, parent=replace(parent, node=parent.node + shift)))
+        return shift
+
+    def add_sampled(self, sequence: SampledSequence, *, parent: Position, policy: str | None = None) -> Position:
         """Attach a completion to the prompt it was sampled from, and return the position after its last id.
 
         Ids that were given inside it stay what they are: without logprob and version, and never trained.
@@ -167,6 +175,7 @@ class TokenTree:
                 routed_start=routed_start,
                 kept_ids=sequence.kept_ids,
                 controls=sequence.controls,
+                policy=policy,
             )
         )
 
@@ -368,7 +377,7 @@ def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, TrainingSample]]:
                 if tree.nodes[segment.node].temperature != temperature:
                     loss_mask[segment.start : segment.stop] = False
             if loss_mask.any():
-                yield path, _build_row(path, loss_mask, temperature)
+                yield path, _build_row(path, loss_mask, temperature, policy=_find_policy(tree, path))
 
 
 def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
@@ -385,7 +394,12 @@ def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
     return mask
 
 
-def _build_row(path: Path, loss_mask: BoolMask, temperature: float) -> TrainingSample:
+def _find_policy(tree: TokenTree, path: Path) -> str | None:
+    """The policy of a path's sampled ids: each policy of a rollout has branches of its own."""
+    return next(tree.nodes[each.node].policy for each in path.segments[::-1] if each.origin is Origin.SAMPLED)
+
+
+def _build_row(path: Path, loss_mask: BoolMask, temperature: float, *, policy: str | None) -> TrainingSample:
     end = int(np.flatnonzero(loss_mask)[-1]) + 1
     return TrainingSample(
         token_ids=path.token_ids[:end],
@@ -399,6 +413,7 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float) -> TrainingS
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
         kept_ids=None if path.kept_ids is None else path.kept_ids.cut(end),
         controls=tuple(replace(each, stop=min(each.stop, end)) for each in path.controls if each.start < end),
+        policy=policy,
     )
 
 

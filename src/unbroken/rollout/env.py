@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -19,6 +19,8 @@ class EnvStart:
 
     messages: Sequence[Message]
     tools: tuple[ToolSchema, ...] = ()
+    policy: str | None = None
+    """Who speaks next, in a run of several policies (`rollout.policies`); None in any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,9 @@ class Continue:
     """The reward of the turn that this answers, if turns have rewards; a finite number."""
     calls: tuple[CallTime, ...] = field(default=(), compare=False)
     """When each answered call ran, if that is known."""
+    policy: str | None = None
+    """Who speaks next, in a run of several policies: the messages are added to that policy's own conversation, or begin
+    it. None: who spoke last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,8 @@ class Rewrite:
     messages: Sequence[Message]
     reward: float | None = None
     """As in `Continue`."""
+    policy: str | None = None
+    """As in `Continue`; the history that is replaced is that policy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +89,9 @@ class Env(Protocol):
         """Return what follows a reply. Called for every turn, including the last."""
         ...
 
-    async def reward(self, messages: Sequence[Message]) -> float:
-        """Return the reward of the whole episode: one finite number, the larger the better.
+    async def reward(self, messages: Sequence[Message]) -> float | Mapping[str, float]:
+        """Return the reward of the whole episode: one finite number, the larger the better; in a run of several
+        policies one for each that spoke, by its name.
 
         The rewards of single turns are added to it, so it need not have them.
 

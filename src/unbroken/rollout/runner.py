@@ -13,7 +13,7 @@ import typing
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,6 +28,7 @@ from unbroken.rendering.base import LoadsImages, ParsedResponse, ParsedToolCall,
 from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Reply, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
+from unbroken.rollout.policies import PoliciesConfig, Speech
 from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given, count_prompt
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.thinking import ThinkingBound
@@ -67,6 +68,7 @@ async def run_rollout(
     limits: Limits,
     trajectory_id: str | None = None,
     check_tools: CheckTools | None = None,
+    policies: PoliciesConfig | None = None,
 ) -> Trajectory:
     """Run one episode and return its record.
 
@@ -81,7 +83,8 @@ async def run_rollout(
     `sampling.max_tokens` limits one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
     unique among the running rollouts; by default it is random. `check_tools` gets the environment's tools before
-    anything is sampled; its `ToolsNotShownError` is raised (`rendering.effects.check_tools_shown`).
+    anything is sampled; its `ToolsNotShownError` is raised (`rendering.effects.check_tools_shown`). With `policies` the
+    environment names who speaks (`rollout.policies`).
 
     Raises:
         InvalidInputError: `limits.thinking_tokens` cannot be kept with this renderer or sampling.
@@ -89,7 +92,8 @@ async def run_rollout(
         ToolsNotShownError: raised by `check_tools`.
     """
     bound = _make_bound(limits, renderer, sampling)
-    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, bound)
+    table = _Table.of(policies, engine, sampling.seed)
+    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, bound, table)
     return await _run_episode(lambda: env, policy, limits, check_tools)
 
 
@@ -103,11 +107,13 @@ async def run_group(
     limits: Limits,
     group_id: str | None = None,
     check_tools: CheckTools | None = None,
+    policies: PoliciesConfig | None = None,
 ) -> TrajectoryGroup:
     """Run n episodes of one problem concurrently, each with its own environment.
 
     An exception in `make_env` ends that trajectory as FAILED, like all other errors (`run_rollout`). With
-    `sampling.seed`, each sibling gets a seed derived from it. `check_tools` is as in `run_rollout`.
+    `sampling.seed`, each sibling gets a seed derived from it. `check_tools` and `policies` are as in `run_rollout`;
+    all siblings play against the same frozen copies.
 
     Raises:
         InvalidInputError: `n` is less than 1, or `limits.thinking_tokens` cannot be kept.
@@ -117,13 +123,14 @@ async def run_group(
     if n < 1:
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
     name, bound = group_id or uuid.uuid4().hex, _make_bound(limits, renderer, sampling)
-    policies = [
-        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}", bound)
+    table = _Table.of(policies, engine, sampling.seed)
+    siblings_of = [
+        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}", bound, table)
         for k in range(n)
     ]
     try:
         async with asyncio.TaskGroup() as tasks:
-            siblings = [tasks.create_task(_run_episode(make_env, policy, limits, check_tools)) for policy in policies]
+            siblings = [tasks.create_task(_run_episode(make_env, each, limits, check_tools)) for each in siblings_of]
     except BaseExceptionGroup as failed:
         refused, others = failed.split(ToolsNotShownError)
         if refused is None or others is not None:
@@ -144,12 +151,12 @@ async def _run_episode(
 ) -> Trajectory:
     clock = _Stopwatch()
     counters = Counters()
-    conversation = _Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
+    speakers = _Speakers(policy, counters, max_result_chars=limits.max_result_chars)
     env, close_error = None, None
     try:
         env = _check_type(make_env(), Env, "the environment must be")
         episode = _Episode(
-            env=env, policy=policy, limits=limits, conversation=conversation, clock=clock, check_tools=check_tools
+            env=env, policy=policy, limits=limits, speakers=speakers, clock=clock, check_tools=check_tools
         )
         ending = await episode.add_reward(await episode.play())
     except BaseException as raised:
@@ -157,22 +164,25 @@ async def _run_episode(
     finally:
         if env is not None:
             close_error = await _close(env, limits.close_timeout_s, counters)
-    return Trajectory(
-        trajectory_id=policy.trajectory_id,
-        tree=conversation.tree,
-        turns=tuple(conversation.turns),
-        messages=tuple(conversation.messages),
-        tools=conversation.tools,
-        status=_count_ending(ending.cause, counters),
-        reward=ending.reward,
-        turn_rewards=_fill_turn_rewards(conversation.turn_rewards),
-        counters=counters,
-        error=ending.error,
-        close_error=close_error,
-        wall_time_s=clock.read(),
-        engine_s=sum(turn.sampled_s - turn.sampling_s for turn in clock.turns),
-        queue_s=sum_queue_s(conversation.turns),
-        times=tuple(clock.turns),
+    return speakers.join(
+        Trajectory(
+            trajectory_id=policy.trajectory_id,
+            tree=speakers.current.tree,
+            turns=tuple(speakers.turns),
+            messages=tuple(speakers.current.messages),
+            tools=speakers.current.tools,
+            status=_count_ending(ending.cause, counters),
+            reward=ending.reward,
+            turn_rewards=_fill_turn_rewards(speakers.current.turn_rewards),
+            counters=counters,
+            error=ending.error,
+            close_error=close_error,
+            wall_time_s=clock.read(),
+            engine_s=sum(turn.sampled_s - turn.sampling_s for turn in clock.turns),
+            queue_s=sum_queue_s(speakers.turns),
+            times=tuple(clock.turns),
+        ),
+        ending.rewards,
     )
 
 
@@ -180,6 +190,8 @@ async def _run_episode(
 class _Ending:
     cause: Limit | TrajectoryStatus
     reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Of several policies, by name, those of their turns included."""
     error: BaseException | None = None
 
 
@@ -215,7 +227,7 @@ class _Episode:
     env: Env
     policy: _Policy
     limits: Limits
-    conversation: _Conversation
+    speakers: _Speakers
     clock: _Stopwatch
     check_tools: CheckTools | None
     env_s: float = 0.0
@@ -223,7 +235,7 @@ class _Episode:
 
     async def play(self) -> Limit | TrajectoryStatus:
         """Let environment and policy take turns, and return the limit or status that ended the episode."""
-        env, turns, name = self.env, self.conversation.turns, type(self.env).__name__
+        env, turns, name = self.env, self.speakers.turns, type(self.env).__name__
         try:
             started = await self._wait_for_env(env.start())
             first = _check_type(started, EnvStart, f"{name}.start must return")
@@ -242,7 +254,7 @@ class _Episode:
                     earned = to_finite_float32(
                         answer.reward, name=f"the reward of turn {len(turns) - 1}", error=RewardError
                     )
-                    self.conversation.turn_rewards[-1] = earned
+                    self.speakers.current.turn_rewards[-1] = earned
                 outcome = answer
             cut_by = turns[-1].cut_by
             return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
@@ -263,39 +275,46 @@ class _Episode:
             limit_s = self.limits.close_timeout_s
             late = TimeoutError(f"its reward after a time-out took longer than {limit_s:g} s")
             given = await _wait_for(self._ask_reward(cause), limit_s, late)
+        if self.policy.table is not None:
+            rewards = self.speakers.add_turn_rewards(given)
+            return _Ending(cause=cause, reward=next(iter(rewards.values()), 0.0), rewards=rewards)
         reward = to_finite_float32(given, name="the reward", error=RewardError)
-        total = reward + sum(_fill_turn_rewards(self.conversation.turn_rewards))
+        total = reward + sum(_fill_turn_rewards(self.speakers.current.turn_rewards))
         return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
 
     async def _take_turn(self, outcome: EnvStart | Continue | Rewrite) -> Reply | Limit | TrajectoryStatus:
         """Let the policy reply to the environment, or return the limit or status that ended the episode."""
-        conversation, policy, start_s = self.conversation, self.policy, self.clock.read()
+        policy, start_s = self.policy, self.clock.read()
         outcome = await _load_images(outcome, policy.renderer)
+        conversation = self.speakers.choose(outcome)
         conversation.add_messages(outcome)
-        num_turns = len(conversation.turns)
-        limit = self.limits.find_reached(num_turns=num_turns, num_sampled=conversation.num_sampled)
+        num_turns, num_sampled = len(self.speakers.turns), self.speakers.num_sampled
+        limit = self.limits.find_reached(num_turns=num_turns, num_sampled=num_sampled)
         if limit is not None:
             return limit
         prompt = await conversation.build_next_prompt(outcome)
-        budget = policy.compute_budget(prompt, conversation, self.limits)
+        budget = policy.compute_budget(prompt, conversation, self.limits, num_sampled=num_sampled)
         if budget.max_tokens < 1:
             return budget.limit
         sampling_s = self.clock.read()
-        sequence = await policy.sample(prompt, budget, num_turns)
+        sequence = await policy.sample(prompt, budget, num_turns, adapter=conversation.adapter)
         sampled_s = self.clock.read()
         if sequence.finish_reason is FinishReason.ABORT:
             return TrajectoryStatus.ABORTED
         reply = await conversation.record(prompt, sequence, budget)
+        self.speakers.note(outcome)
         self.clock.add_turn(start_s=start_s, sampling_s=sampling_s, sampled_s=sampled_s)
         return reply
 
     async def _ask_reward(self, cause: Limit | TrajectoryStatus) -> Any:
         """The environment's reward. After a time-out it is asked only if its `reward` takes the `status`."""
         ask: Callable[..., Awaitable[Any]] = self.env.reward
-        messages = tuple(copy_containers(self.conversation.messages))
+        messages = tuple(copy_containers(self.speakers.list_messages()))
         if "status" in inspect.signature(ask).parameters:
             return await ask(messages, status=_get_status(cause))
-        return 0.0 if cause is Limit.TIME else await ask(messages)
+        if cause is Limit.TIME:
+            return 0.0 if self.policy.table is None else self.speakers.make_zero_rewards()
+        return await ask(messages)
 
     async def _wait_for_env(self, work: Awaitable[_T]) -> _T:
         """The result of the environment's work; `_OutOfTimeError` once all of it took `limits.timeout_s`."""
@@ -374,6 +393,7 @@ class _Policy:
     sampling: SamplingParams
     trajectory_id: str
     bound: ThinkingBound | None
+    table: _Table | None = None
 
     def __post_init__(self) -> None:
         self.renderer.get_stop_token_ids()  # raises before anything is opened if no id would end a turn
@@ -381,17 +401,22 @@ class _Policy:
     def get_request_id(self, turn: int) -> str:
         return f"{self.trajectory_id}/{turn}"
 
-    def compute_budget(self, prompt: Prompt, conversation: _Conversation, limits: Limits) -> TurnBudget:
+    def compute_budget(
+        self, prompt: Prompt, conversation: _Conversation, limits: Limits, *, num_sampled: int
+    ) -> TurnBudget:
+        """The budget of the next turn, after `num_sampled` ids of all turns."""
         num_prompt, context_length = len(prompt.token_ids), self.engine.context_length
         if not conversation.turns and num_prompt >= context_length:
             raise ContextOverflowError(num_prompt_tokens=num_prompt, context_length=context_length)
         return limits.compute_turn_budget(
             turn_max_tokens=self.sampling.max_tokens,
-            num_sampled=conversation.num_sampled,
+            num_sampled=num_sampled,
             num_context_left=context_length - num_prompt,
         )
 
-    async def sample(self, prompt: Prompt, budget: TurnBudget, turn: int) -> SampledSequence:
+    async def sample(
+        self, prompt: Prompt, budget: TurnBudget, turn: int, *, adapter: str | None = None
+    ) -> SampledSequence:
         stops = (*self.sampling.stop_token_ids, *self.renderer.get_stop_token_ids())
         request = SampleRequest(
             request_id=self.get_request_id(turn),
@@ -403,6 +428,7 @@ class _Policy:
                 seed=derive_seed(self.sampling.seed, turn),
             ),
             images=prompt.images,
+            adapter=adapter,
         )
         asked = request if self.bound is None else self.bound.limit(request)
         first = _take_sequence(await self.engine.sample(asked), asked)
@@ -464,17 +490,32 @@ class _Conversation:
     The renderer works in threads, on messages and ids that do not change; this object changes in the event loop only.
     """
 
-    def __init__(self, renderer: Renderer, counters: Counters, *, max_result_chars: int | None = None) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        counters: Counters,
+        *,
+        max_result_chars: int | None = None,
+        policy: str | None = None,
+        tools: tuple[ToolSchema, ...] = (),
+    ) -> None:
+        self.policy = policy
+        """Who speaks in it, of several policies."""
         self.tree = TokenTree()
         self.turns: list[Turn] = []
         self.turn_rewards: list[float | None] = []
         self.messages: list[Message] = []
-        self.tools: tuple[ToolSchema, ...] = ()
+        self.tools = tools
         self._renderer = renderer
         self._prompts = PromptBuilder(renderer, self.tree)
         self._counters = counters
         self._max_result_chars = max_result_chars
         self._num_call_ids = 0
+
+    @property
+    def adapter(self) -> str | None:
+        """What the engine is asked for; None for the model itself, which every policy begins as."""
+        return None if self.policy is None or self.policy.endswith("@0") else self.policy
 
     @property
     def num_sampled(self) -> int:
@@ -521,7 +562,7 @@ class _Conversation:
             self._renderer, functools.partial(parse, prompt_ids=prompt.token_ids, tools=self.tools)
         )
         prompt_end = attach_given(self.tree, prompt.parent, prompt.given)
-        end = self.tree.add_sampled(sequence, parent=prompt_end)
+        end = self.tree.add_sampled(sequence, parent=prompt_end, policy=self.policy)
         if sequence.routed_experts is not None:  # those of all turns before too; the tree has them once
             sequence = replace(sequence, routed_experts=None)
         message = parsed.to_message(self._new_call_ids(parsed.tool_calls))
@@ -534,6 +575,7 @@ class _Conversation:
             bridge=prompt.bridge,
             fork=prompt.fork,
             cut_by=_find_cut(sequence, budget),
+            policy=self.policy,
         )
         count_prompt(prompt, self._counters)
         self.turns.append(turn)
@@ -562,6 +604,126 @@ class _Conversation:
             taken.add(call_id)
             ids.append(call_id)
         return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """The policies of a group's rollouts, and the frozen copies that are drawn for it."""
+
+    config: PoliciesConfig
+    version: int
+    drawn: Mapping[str, str]
+
+    @staticmethod
+    def of(config: PoliciesConfig | None, engine: Engine, seed: int | None) -> _Table | None:
+        """Draw the copies of a group; None in a run of one policy."""
+        if config is None:
+            return None
+        version = engine.policy_version
+        return _Table(config=config, version=version, drawn=config.draw_copies(version, seed))
+
+
+class _Speakers:
+    """The conversations of one rollout: one, or of several policies one for each that speaks."""
+
+    def __init__(self, policy: _Policy, counters: Counters, *, max_result_chars: int | None) -> None:
+        self._table = policy.table
+        self._make = functools.partial(_Conversation, policy.renderer, counters, max_result_chars=max_result_chars)
+        self._by_name: dict[str, _Conversation] = {}
+        self._speeches: list[Speech] = []
+        self.current = self._make()
+        """That of who speaks, or spoke last."""
+        self.turns: list[Turn] = []
+        """Of all, in their order."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of ids sampled in all turns."""
+        return sum(each.num_sampled for each in self._by_name.values()) or self.current.num_sampled
+
+    def choose(self, outcome: EnvStart | Continue | Rewrite) -> _Conversation:
+        """The conversation of who speaks next; `InvalidInputError` if the environment names nobody, or nobody known."""
+        said, table = outcome.policy, self._table
+        if table is None:
+            if said is not None:
+                raise InvalidInputError(f"policies.names must have {said!r}, which an environment lets speak, got none")
+            return self.current
+        if said is None and isinstance(outcome, EnvStart):
+            raise InvalidInputError(f"EnvStart.policy must be one of {list(table.config.names)}, who speaks first")
+        if said is not None:
+            name = table.config.find_speaker(said, table.version, table.drawn)
+            if name not in self._by_name:
+                self._by_name[name] = self._make(policy=name, tools=self.current.tools)
+            self.current = self._by_name[name]
+        return self.current
+
+    def note(self, outcome: EnvStart | Continue | Rewrite) -> None:
+        """Note the turn that was just recorded, and what was said before it."""
+        conversation = self.current
+        turn = conversation.turns[-1]
+        self.turns.append(turn)
+        if conversation.policy is not None:
+            given = conversation.messages[-1 - len(outcome.messages) : -1]
+            replaces = not isinstance(outcome, Continue)
+            self._speeches.append(Speech(policy=conversation.policy, given=given, replaces=replaces, turn=turn))
+
+    def list_messages(self) -> list[Message]:
+        """The whole conversation; of several, what was said in all of them, in its order."""
+        if self._table is None:
+            return self.current.messages
+        return [message for each in self._speeches for message in (*each.given, each.turn.message)]
+
+    def make_zero_rewards(self) -> dict[str, float]:
+        """The reward 0 of each policy that spoke."""
+        assert self._table is not None, "asked for only with several policies"
+        return {name: 0.0 for name in self._table.config.names if name in self._by_name}
+
+    def add_turn_rewards(self, given: Any) -> dict[str, float]:
+        """The environment's rewards, with those of each policy's turns; raises as `PoliciesConfig.read_rewards`."""
+        assert self._table is not None, "asked for only with several policies"
+        rewards = self._table.config.read_rewards(given, self._by_name.keys())
+        for name in rewards.keys() & self._by_name.keys():
+            total = rewards[name] + sum(_fill_turn_rewards(self._by_name[name].turn_rewards))
+            rewards[name] = to_finite_float32(total, name=f"the reward's sum of {name}", error=RewardError)
+        return rewards
+
+    def join(self, record: Trajectory, rewards: Mapping[str, float]) -> Trajectory:
+        """The record of a rollout of several policies, with the parts of those that are trained; otherwise itself."""
+        if self._table is None or not self._speeches:
+            return record
+        trees = {name: each.tree for name, each in self._by_name.items()}
+        tree, turns, conversations = Speech.join(self._speeches, trees, record.tools)
+        earned = {name: iter(_fill_turn_rewards(each.turn_rewards)) for name, each in self._by_name.items()}
+        parts = {
+            name: self._make_part(record, name, rewards.get(name))
+            for name in self._table.config.names
+            if name in self._by_name and self._by_name[name].turns
+        }
+        return replace(
+            record,
+            tree=tree,
+            turns=turns,
+            messages=tuple(self.list_messages()),
+            conversations=conversations,
+            turn_rewards=_fill_turn_rewards([next(earned[each.policy], None) for each in self._speeches]),
+            reward_parts=dict(rewards),
+            parts=parts,
+        )
+
+    def _make_part(self, record: Trajectory, name: str, reward: float | None) -> Trajectory:
+        """What one policy said, as a trajectory; times and counters are of the rollout as a whole."""
+        own = self._by_name[name]
+        return replace(
+            record,
+            trajectory_id=f"{record.trajectory_id}/{name}",
+            tree=own.tree,
+            turns=tuple(own.turns),
+            messages=tuple(own.messages),
+            reward=reward,
+            turn_rewards=_fill_turn_rewards(own.turn_rewards),
+            counters=Counters(),
+            times=(),
+        )
 
 
 async def _run_in_renderer_thread(renderer: Renderer, function: Callable[[], _T]) -> _T:

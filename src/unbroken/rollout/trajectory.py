@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -95,7 +95,8 @@ class Turn:
     """Why the prompt does not continue the newest turn before it; None if it does, and for the first turn."""
     cut_by: Limit | None
     policy: str | None = None
-    """The name of the policy that a gateway answered with; None if the run's engine was asked."""
+    """The policy that spoke: its name, or NAME@VERSION for a frozen copy; of a gateway, what it answered with. None if
+    there is one, the run's."""
 
 
 def sum_queue_s(turns: Iterable[Turn]) -> float | None:
@@ -131,6 +132,8 @@ class Trajectory:
     """If `reward` is a weighted sum of parts: the weight of each, also of those that have no opinion on this one."""
     times: tuple[TurnTimes, ...] = ()
     """One for each of `turns`; empty if they are not known."""
+    parts: Mapping[str, Trajectory] = field(default_factory=dict)
+    """Of several policies (`rollout.policies`): what each that is trained said, with its own reward, by its name."""
     counters: Counters
     error: BaseException | None
     """The exception, if and only if the status is FAILED."""
@@ -166,6 +169,13 @@ class TrajectoryGroup:
     """The problem's row of a data set: its `index`, and its `columns` in types that JSON has."""
     reward_costs: Mapping[str, float] = field(default_factory=dict)
     """What its reward functions counted, by the name of a metric, which is the sum over all groups of a step."""
+
+    def take_part(self, policy: str) -> TrajectoryGroup | None:
+        """What one of several policies said; siblings in which it did not speak are left out, and None if it never
+        did.
+        """
+        parts = tuple(each.parts[policy] for each in self.trajectories if policy in each.parts)
+        return replace(self, trajectories=parts) if parts else None
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

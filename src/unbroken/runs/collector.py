@@ -36,6 +36,7 @@ from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
 from unbroken.rollout.agents.session import AgentTask
 from unbroken.rollout.env import Env
 from unbroken.rollout.failures import must_propagate, to_exception
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.config import RolloutConfig
@@ -132,6 +133,8 @@ class Sampler:
     """Whether the engine returns the experts of each id, for a trainer that replays them."""
     elsewhere: SamplesElsewhere | None = None
     """What samples instead; then there are no `sessions` here."""
+    policies: PoliciesConfig | None = None
+    """Several policies, of which environments name who speaks."""
     _shown: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     """Tools that prompts show, as JSON."""
 
@@ -183,6 +186,7 @@ class Sampler:
                     limits=self.config.limits,
                     group_id=group_id,
                     check_tools=None if self.config.tools_in_messages else self._check_tools,
+                    policies=self.policies,
                 )
             if problems.score is not None:
                 group = await problems.score(number, group)

@@ -20,6 +20,7 @@ from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
 from unbroken.runs.profiler import parse_steps
 from unbroken.runs.python_files import DataName, FunctionName, ModelName
@@ -537,6 +538,7 @@ class RunConfig:
     """The type in which the model's layers are computed; weights, logits and losses are always float32."""
     model_settings: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraConfig | None = None
+    policies: PoliciesConfig | None = None
     teacher: TeacherConfig | None = None
     images: bool | None = None
     """Whether the model takes images, in prompts and from tools; none: if prompts of the data have images, or if
@@ -589,6 +591,8 @@ class RunConfig:
             )
         self.rollouts.check_engine(self.engine.kind)
         self._check_teacher()
+        if self.policies is not None:
+            self._check_policies()
         if self.warm_start is not None and self.warm_start.steps > self.loop.num_steps:
             raise InvalidInputError(
                 f"warm_start.steps must be at most {self.loop.num_steps}, all steps of the run (loop.num_steps), got "
@@ -633,6 +637,51 @@ class RunConfig:
         for name, is_refused, rule in rules:
             if is_refused:
                 raise InvalidInputError(f"{name} must be {rule}, got {attrgetter(name)(self)}")
+
+    @final
+    def _check_policies(self) -> None:
+        """Raise `InvalidInputError` for what several policies cannot have yet."""
+        kept: Mapping[str, tuple[bool, str]] = {
+            "lora": (self.lora is not None, "given with policies, each of which is an adapter"),
+            "engine.kind": (self.engine.kind is EngineKind.EMBEDDED, "embedded, which samples with several adapters"),
+            "engine.reuse_kv": (not self.engine.reuse_kv, "false"),
+            "algorithm": (self.algorithm is not Algorithm.ONLINE_DPO, "no online_dpo, whose pairs are of one policy"),
+            "loop.max_staleness": (self.loop.max_staleness == 0, "0: ids of older adapters were not tried"),
+            "loop.max_replacements": (
+                not self.chosen_loop.replaces_groups,
+                "0 (and algorithm dapo has 3 by default): a group without variance for one policy may have some for "
+                "another",
+            ),
+            "rollouts.samplers": (not self.rollouts.has_samplers, "0, and rollouts.listen left out"),
+            "teacher": (self.teacher is None, "left out"),
+            "warm_start": (self.warm_start is None, "left out: no row says whose it is"),
+            "images": (not self.images, "false"),
+            "trainer.numerics": (
+                self.trainer.numerics is Numerics.FAST,
+                "fast: the engine computes adapters beside the weights, and the trainer's sum has other bits",
+            ),
+            "trainer.parallel": (
+                self.trainer.parallel.num_processes == self.trainer.parallel.sequence == 1,
+                "left out: policies take turns in one process",
+            ),
+            "trainer.compile": (not self.trainer.compile, "false: the adapter changes between two passes"),
+            "trainer.routing_replay": (not self.trainer.routing_replay, "false"),
+            "trainer.reference_sync": (self.trainer.reference_sync is None, "left out"),
+            "trainer.entropy_control": (self.trainer.entropy_control is None, "left out"),
+            "export.push_to_hub": (self.export.push_to_hub is None, "left out: there is a model for each policy"),
+        }
+        for name, (holds, rule) in kept.items():
+            if not holds:
+                raise InvalidInputError(f"{name} must be {rule}, got {attrgetter(name)(self)} with policies")
+
+    @final
+    def check_one_policy(self, what: str) -> None:
+        """Raise `InvalidInputError` for a run of several policies, none of whose models is the run's."""
+        if self.policies is not None:
+            raise InvalidInputError(
+                f"policies must be left out with {what}, which loads one model, got {list(self.policies.names)}: the "
+                "run itself evaluates them (evaluation.num_problems, evaluation.every)"
+            )
 
     @final
     def _check_lora(self) -> None:
@@ -710,6 +759,8 @@ class RunConfig:
         trainer, most = replace(self.trainer, seed=self.seed), self.max_sampled_tokens
         if self.loop.max_staleness > 0:
             trainer = self.objective.for_stale_rows(trainer)
+        if self.policies is not None:  # an engine has one base for all, into which no single one can be merged
+            trainer = replace(trainer, lora_updates=LoraUpdates.ADAPTER)
         if self.teacher is not None and trainer.teacher_weight is None:
             trainer = replace(trainer, teacher_weight=1.0)
         if self.algorithm is Algorithm.DAPO and trainer.overlong is None:

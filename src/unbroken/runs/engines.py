@@ -101,13 +101,14 @@ async def open_engine(
     numerics: Numerics = Numerics.FAST,
     is_trained: bool = True,
     lends_memory: bool = True,
+    policies: Sequence[str] = (),
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
     as updates. With `records_routing`, they record the experts that compute each id; servers that run already must,
-    and have these `numerics`. Untrained models are not copied.
+    and have these `numerics`. Untrained models are not copied. `policies` are adapters by name, for embedded.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -118,7 +119,7 @@ async def open_engine(
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             own = copy.deepcopy(model) if is_trained else model
-            engine = _make_embedded(config.embedded, own, device, image_processor, records_routing, numerics)
+            engine = _make_embedded(config.embedded, own, device, image_processor, records_routing, numerics, policies)
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
@@ -182,6 +183,7 @@ def _make_embedded(
     image_processor: ImageProcessor | None,
     records_routing: bool,
     numerics: Numerics,
+    policies: Sequence[str],
 ) -> TransformersEngine:
     config = replace(
         config,
@@ -192,7 +194,7 @@ def _make_embedded(
         own = model.to(device)
         if own.config.get_text_config()._attn_implementation == "flex_attention":  # it takes no mask for each row
             own.set_attn_implementation("eager")
-        return TransformersEngine(own, config=config, image_processor=image_processor)
+        return TransformersEngine(own, config=config, image_processor=image_processor, adapters=policies)
 
 
 @asynccontextmanager

@@ -208,6 +208,7 @@ def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[_Evalu
     for field, value in (("samplers", config.rollouts.samplers), ("listen", config.rollouts.listen)):
         if value:
             raise InvalidInputError(f"rollouts.{field} must be left out with `unbroken eval`, got {value}")
+    config.check_one_policy("`unbroken eval`")
     return replace(config, trainer=replace(config.trainer, routing_replay=False))
 
 

@@ -106,6 +106,7 @@ def _open_recipe(run: Path, options: Sequence[str], task: str | None) -> tuple[R
     }
     values = {**recipe.values, **read_described(taken, recipe.section), **given, "output": run / FOLLOWER}
     config: RunConfig = build(recipe.section, values)
+    config.check_one_policy("`unbroken eval --follow`")
     engine = {name.removeprefix("engine."): value for name, value in stored.settings.items()}
     return recipe, replace(config, trainer=replace(config.trainer, routing_replay=False)), engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -308,10 +308,12 @@ def prepare_model(model: Any, config: RunConfig, *, load_again: Callable[[], Any
     is_copy = needs_reference and (config.lora is None or config.trainer.reference_sync is not None)
     copy_model = load_again or partial(copy.deepcopy, model)
     reference = copy_model() if is_copy else Reference.BASE if needs_reference else None
-    return model if config.lora is None else _add_adapters(model, config.lora, config.seed), reference
+    names = ("default",) if config.policies is None else config.policies.names
+    return model if config.lora is None else _add_adapters(model, config.lora, config.seed, names), reference
 
 
-def _add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
+def _add_adapters(model: Any, config: LoraConfig, seed: int, names: Sequence[str]) -> Any:
+    """The model with an adapter for each name, of which the first is active."""
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -324,7 +326,10 @@ def _add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
         task_type=peft.TaskType.CAUSAL_LM,
     )
     try:
-        return peft.get_peft_model(model, settings)
+        adapted = peft.get_peft_model(model, settings, adapter_name=names[0])
+        for name in names[1:]:
+            adapted.add_adapter(name, settings)
+        return adapted
     except ValueError as error:
         names = list(config.modules)
         raise InvalidInputError(f"lora.modules must be modules of the model, got {names}: {error}") from None

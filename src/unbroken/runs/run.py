@@ -62,6 +62,7 @@ from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads, on_device
+from unbroken.training.policies import PolicyTrainers
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together
 from unbroken.training.warm_start import WarmStart
@@ -195,7 +196,7 @@ async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -
         length = engine.engine.context_length
         teachers = await open_teachers(stack, config, model, context_length=length, takes_images=images is not None)
         own = {"accelerator": accelerator, "images": processor, "reference": reference, "teachers": teachers}
-        trainer = Trainer(policy, _choose_training(config, engine, policy), objective=config.objective, **own)
+        trainer = _make_trainer(config, engine, policy, **own)
         yield _OpenRun(
             source=locate(model),
             rank=rank,
@@ -205,6 +206,15 @@ async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -
             model=policy,
             warm_start=warm_start,
         )
+
+
+def _make_trainer(config: RunConfig, engine: RunEngine, policy: Any, **own: Any) -> Trainer:
+    """The trainer of the run's policy, or of several."""
+    training, objective = _choose_training(config, engine, policy), config.objective
+    if config.policies is None:
+        return Trainer(policy, training, objective=objective, **own)
+    del own["images"], own["teachers"]  # `RunConfig` refuses them
+    return PolicyTrainers(policy, training, policies=config.policies, objective=objective, **own)
 
 
 def _check(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
@@ -280,6 +290,7 @@ async def _open_engine(
             records_routing=config.trainer.routing_replay,
             numerics=config.trainer.numerics,
             lends_memory=_lends_memory(config, source, accelerator),
+            policies=() if config.policies is None else config.policies.names,
         )
     )
     fix_rotary(policy, engine.engine.context_length)

@@ -160,7 +160,10 @@ class SamplerOpener:
             seed=(self.config.seed, 0),
             returns_experts=self.config.trainer.routing_replay,
             elsewhere=elsewhere,
+            policies=self.config.policies,
         )
+        if self.config.policies is not None and _have_agents(self.problems):
+            raise InvalidInputError(f"policies must be left out with agents, who name none, got {self.config.policies}")
         if elsewhere is None and _have_agents(self.problems):
             opening = _open_sessions(self.config, engine=engine, model=self.source, images=images, part=self.part)
             sampler = replace(sampler, sessions=await stack.enter_async_context(opening))

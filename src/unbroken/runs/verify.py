@@ -283,6 +283,10 @@ def _check_settings(config: RunConfig) -> None:
             "models that can be loaded: what a server answered is in no file",
         ),
         (
+            "policies", config.policies, config.policies is None,
+            "left out: the engine computes adapters beside the weights, which has other bits than the trainer's sum",
+        ),
+        (
             "warm_start.data", config.warm_start and config.warm_start.data, config.warm_start is None,
             "left out: the supervised rows are in no file of the run",
         ),

@@ -175,6 +175,14 @@ class Trainer:
             TrainingError: the gradients are not finite. Earlier updates were made: weights are between two versions.
         """
         started = time.perf_counter()
+        seen = self.from_all_processes(self.train_units(units, supervised, weight))
+        self._end_step()
+        return self._merge_stats(seen, time.perf_counter() - started)
+
+    def train_units(
+        self, units: Sequence[Any], supervised: Sequence[TrainingSample] | None = None, weight: float = 1.0
+    ) -> ProcessStats:
+        """Make the updates of a step, as `step` says, but leave the version as it is."""
         with self.backend.computing():
             self._check_step(units)
             if supervised is not None:
@@ -187,17 +195,18 @@ class Trainer:
                 for minibatch in minibatches
             ]
         rows = [row for unit in units for row in self.objective.get_rows(unit)]
-        seen = ProcessStats(
+        return ProcessStats(
             num_rows=len(rows),
             num_tokens=sum(len(row.token_ids) for row in rows),
             staleness=_staleness(rows, self.policy_version),
             updates=tuple(updates),
             teachers=self._sum_teachers(minibatches),
         )
-        self._end_step()
-        seconds = time.perf_counter() - started
+
+    def _merge_stats(self, seen: Sequence[ProcessStats], seconds: float) -> StepStats:
+        """The statistics of a step that has ended, of these processes."""
         return merge_stats(
-            self.from_all_processes(seen),
+            seen,
             policy_version=self.policy_version,
             has_reference=self.backend.has_reference,
             replays_routing=self.backend.replays_routing,

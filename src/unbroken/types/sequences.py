@@ -432,6 +432,8 @@ class TrainingSample:
     """[T] the ids that each id was sampled from, the whole vocabulary for given ones; None if nothing was cut."""
     controls: tuple[ControlSpan, ...] = ()
     """What changed the logits of sampled ids, for each completion where anything did: in order and without overlap."""
+    policy: str | None = None
+    """The policy that sampled it, of a run of several; None otherwise."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))

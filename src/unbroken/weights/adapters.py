@@ -6,18 +6,23 @@
 
 The scaling is in B, so nothing is needed beside the tensors, whatever the ranks and scalings of the modules: every
 transport carries an adapter as it carries whole weights. An adapter replaces the one before it.
+
+An update of several policies (`rollout.policies`) has the adapter of each, under its name and a slash:
+
+    solver/model.layers.0.self_attn.q_proj.lora_A.weight    critic@40/model.layers.0.self_attn.q_proj.lora_A.weight
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from unbroken.errors import SamplingError
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 Shape: TypeAlias = Sequence[int]
+Tensor = TypeVar("Tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,23 @@ def is_adapter(names: Collection[str]) -> bool:
             "of an adapter"
         )
     return bool(found)
+
+
+def split_policies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]] | None:
+    """The matrices of each policy of an update of several, by the names of one; None if it is of one, without names.
+
+    Raises:
+        SamplingError: some matrices are of a policy, and others are not.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for full, tensor in tensors:
+        policy, _, name = full.rpartition("/")
+        found.setdefault(policy, {})[name] = tensor
+    if "" not in found:
+        return found or None
+    if len(found) > 1:
+        raise SamplingError(f"an update must name a policy for each matrix or for none, got some for {list(found)}")
+    return None
 
 
 def match_adapter(given: Mapping[str, Shape], find: Callable[[str], tuple[str, Shape | None]]) -> list[AdaptedWeight]:

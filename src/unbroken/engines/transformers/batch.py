@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,6 +141,11 @@ class ContinuousBatch:
         for job in list(self._jobs.values()):
             self.abort_job(job)
 
+    def fail_without(self, adapters: Collection[int]) -> None:
+        """Fail the requests whose adapter is none of these: an update has come without it."""
+        for job in [each for each in self._jobs.values() if each.adapter not in adapters]:
+            self._fail(job, EngineError(f"the update left out adapter {job.request.adapter!r}, with which it samples"))
+
     def fail_all(self, cause: BaseException) -> None:
         """Fail every request with an `EngineError` of this cause."""
         for job in self._jobs.values():
@@ -192,7 +197,7 @@ class ContinuousBatch:
         table = self._table
         size, claim = (table.num_slots, table.capacity), None
         try:
-            claim = table.claim(row.prompt_keys, row.params)
+            claim = table.claim(row.prompt_keys, row.params, adapter=row.job.adapter)
             self._rows[claim.slot] = row
             self._forward.cache.reserve(table.num_slots, table.capacity)
         except (MemoryError, RuntimeError) as cause:
@@ -245,7 +250,8 @@ class ContinuousBatch:
         positions = table.num_cached[slots, None] + offsets
         ids = table.ids[slots[:, None], positions]
         try:
-            self._forward.prefill(slots, positions, ids, image_features=self._find_image_features(slots))
+            features, adapters = self._find_image_features(slots), table.adapters[slots]
+            self._forward.prefill(slots, positions, ids, image_features=features, adapters_R=adapters)
         except (MemoryError, RuntimeError) as cause:
             self._fail_for_memory(self._find_longest(slots), cause)
             return
@@ -293,7 +299,8 @@ class ContinuousBatch:
             fed = ready  # all rows of a pass read as far as the longest
         positions = table.num_cached[fed, None]
         fed_ids = table.ids[fed[:, None], positions]
-        logits = self._forward.decode(fed, positions, fed_ids, image_features=self._find_image_features(fed))
+        features, adapters = self._find_image_features(fed), table.adapters[fed]
+        logits = self._forward.decode(fed, positions, fed_ids, image_features=features, adapters_R=adapters)
         is_ready = np.isin(fed, ready)
         if (experts := self._forward.routed_experts) is not None:
             table.store_experts(ready, positions[is_ready, 0], experts[is_ready, 0])

@@ -60,7 +60,7 @@ from unbroken.types import (
     WeightPlacement,
     WeightReceipt,
 )
-from unbroken.weights.adapters import is_adapter
+from unbroken.weights.adapters import is_adapter, split_policies
 from unbroken.weights.files import FileSource
 from unbroken.weights.memory import MemorySource, find_gpu_uuid
 from unbroken.weights.receiver import WeightReceiver, WireSource, make_local_call
@@ -89,6 +89,7 @@ class TransformersEngine:
         model: a `PreTrainedModel` with a language-modelling head, full causal attention, `sdpa` or `eager`.
         decode: turns completion ids into text, for stop strings; without it, requests with stop strings are refused.
         image_processor: of an image-text model; requests may then have images.
+        adapters: names that requests may have before an update brings their adapters.
 
     Raises:
         InvalidInputError: the model cannot be batched exactly, or the context is longer than its own.
@@ -105,6 +106,7 @@ class TransformersEngine:
         config: TransformersEngineConfig | None = None,
         decode: Decode | None = None,
         image_processor: ImageProcessor | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         config = config or TransformersEngineConfig()
         self.numerics = config.numerics
@@ -115,6 +117,7 @@ class TransformersEngine:
             processor=image_processor,
             records_routing=config.records_routing,
             numerics=config.numerics,
+            adapters=adapters,
         )
         self.takes_images = image_processor is not None
         self._preparing: dict[str, bool] = {}
@@ -386,7 +389,8 @@ class TransformersEngine:
                 images = await asyncio.to_thread(model.prepare, request.prompt_ids, request.images)
             finally:
                 aborted = self._preparing.pop(request.request_id)
-        job = Job(request, self._worker.new_answer(), feed, images=images)
+        adapter = self._forward.adapters.get_number(request.adapter)
+        job = Job(request, self._worker.new_answer(), feed, images=images, adapter=adapter)
         self._worker.post(lambda: self._submit(job, aborted=aborted), job.answer)
         return job
 
@@ -414,7 +418,7 @@ class TransformersEngine:
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._forward.vocab_size, context_length=self.context_length)
         check_top_logprobs(request.params.num_top_logprobs, maximum=self._forward.vocab_size)
-        if request.adapter is not None:
+        if request.adapter is not None and not self._forward.adapters.names:
             raise SamplingError(f"this engine has no adapters, got adapter {request.adapter!r} ({request.request_id})")
         if request.params.structured_output is not None:
             raise SamplingError(
@@ -465,7 +469,18 @@ class TransformersEngine:
     def _load(self, weights: NamedTensors, policy_version: int, reuse_kv: bool, *, is_whole: bool) -> None:
         check_version_rises(policy_version, current=self._version_to_exceed)
         is_whole = is_whole or self._incomplete is not None
-        self._loader.load(self._forward.model, weights, policy_version=self._batch.policy_version, is_whole=is_whole)
+        stream = WeightStream.of(weights)
+        if is_adapter([spec.name for spec in stream.specs]):
+            weights = list(stream)
+        if isinstance(weights, list) and (policies := split_policies(weights)) is not None:
+            self._loader.check_kind(is_adapter=True, policy_version=self._batch.policy_version)
+            self._forward.adapters.load(self._forward.model, policies)
+            self._batch.fail_without(self._forward.adapters.numbers)
+        else:
+            self._forward.adapters.check_none()
+            self._loader.load(
+                self._forward.model, weights, policy_version=self._batch.policy_version, is_whole=is_whole
+            )
         self._begin_version(policy_version, reuse_kv=reuse_kv)
 
     def _begin_version(self, policy_version: int, *, reuse_kv: bool) -> None:

@@ -12,7 +12,7 @@ key-value heads, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from unbroken.decoder_config import DecoderConfig
+from unbroken.engines.transformers.adapters import BASE, RowAdapters
 from unbroken.engines.transformers.images import ImageFeatures, ImageModel, PlainInputs
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
@@ -80,6 +81,7 @@ class SlotForward:
         processor: ImageProcessor | None = None,
         records_routing: bool = False,
         numerics: Numerics = Numerics.FAST,
+        adapters: Sequence[str] = (),
     ) -> None:
         check_layers(model.config, context_length)
         _check_attention(model.config)
@@ -95,6 +97,7 @@ class SlotForward:
             _use_grouped_sdpa(model)
         self.device: torch.device = model.device
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.adapters = RowAdapters(adapters)
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = _SlotCache(self._num_layers)
         # transformers 5.24 warns of the name that it had before, and models of other code still have that one.
@@ -131,13 +134,15 @@ class SlotForward:
         ids_RT: TokenIds,
         *,
         image_features: Mapping[int, ImageFeatures] = MappingProxyType({}),
+        adapters_R: NDArray[np.int64] | None = None,
     ) -> None:
         """Store the keys and values of `ids_RT` (negative at the features of an image) without computing logits.
 
-        `image_features` are those of the rows whose prompts have images, by index of the row.
+        `image_features` are those of the rows whose prompts have images, by index of the row; `adapters_R` the numbers
+        of the rows' adapters (`RowAdapters`), and None stands for the model itself.
         """
         with _without_cudnn(), self._recording(positions_RT.shape):
-            self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, image_features))
+            self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, image_features, adapters_R))
 
     def decode(
         self,
@@ -146,10 +151,12 @@ class SlotForward:
         ids_RT: TokenIds,
         *,
         image_features: Mapping[int, ImageFeatures] = MappingProxyType({}),
+        adapters_R: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """Return [R, V] logits after the last id of each row; stores keys and values as `prefill` does."""
         with _without_cudnn(), self._recording(positions_RT.shape):
-            logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, image_features)).logits
+            inputs = self._inputs(slots_R, positions_RT, ids_RT, image_features, adapters_R)
+            logits: torch.Tensor = self.model(**inputs).logits
         return logits[: len(slots_R), -1]
 
     @torch.inference_mode()
@@ -184,6 +191,7 @@ class SlotForward:
     def _run_plain(self, ids_1T: torch.Tensor, image_inputs: PlainInputs | None) -> torch.Tensor:
         """[1, T, V] logits of a pass without a cache."""
         logits: torch.Tensor
+        self.adapters.choose(np.full(len(ids_1T), BASE), self.device)
         if image_inputs is None:
             num_ids = ids_1T.shape[1]
             filled_1T = pad(ids_1T, (0, -num_ids % self.row_multiple))
@@ -199,11 +207,15 @@ class SlotForward:
         positions_RT: NDArray[np.int64],
         ids_RT: TokenIds,
         image_features: Mapping[int, ImageFeatures],
+        adapters_R: NDArray[np.int64] | None,
     ) -> dict[str, Any]:
         """Aim the cache and make the model's inputs: a row sees its slot up to its own position."""
+        adapters_R = np.full(len(slots_R), BASE) if adapters_R is None else adapters_R
         if missing := -len(slots_R) % (self.row_multiple // math.gcd(positions_RT.shape[1], self.row_multiple)):
             repeated = np.pad(np.arange(len(slots_R)), (0, missing), mode="edge")
             slots_R, positions_RT, ids_RT = slots_R[repeated], positions_RT[repeated], ids_RT[repeated]
+            adapters_R = adapters_R[repeated]
+        self.adapters.choose(adapters_R, self.device)
         length = int(positions_RT.max()) + 1
         if self.is_exact:  # whole blocks, which attention then takes as they lie
             length = min(length + -length % BLOCK, self.cache.capacity)

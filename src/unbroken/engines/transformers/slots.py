@@ -61,6 +61,8 @@ class SlotTable:
         """[S] the length at which a running row ends."""
         self.running = np.zeros(0, dtype=np.bool_)
         self.params = np.zeros(0, dtype=PARAMS_DTYPE)
+        self.adapters = np.zeros(0, dtype=np.int64)
+        """[S] the number of the adapter that computed the cached ids, and computes the others."""
         self._last_used = np.zeros(0, dtype=np.int64)
         self._experts = experts
         """[S, N, L, K] those that computed the keys and values of the cached ids."""
@@ -80,9 +82,11 @@ class SlotTable:
         """Whether another row can be claimed."""
         return self.num_slots < self._max_slots or not self.running.all()
 
-    def claim(self, prompt_ids: TokenIds, params: SamplingParams) -> Claim:
-        """Make a slot run with this prompt, reusing the longest prefix that any slot holds. Needs `has_room`."""
-        source, common = self._longest_prefix(prompt_ids)
+    def claim(self, prompt_ids: TokenIds, params: SamplingParams, *, adapter: int = 0) -> Claim:
+        """Make a slot run with this prompt, reusing the longest prefix that any slot of this adapter holds. Needs
+        `has_room`.
+        """
+        source, common = self._longest_prefix(prompt_ids, adapter)
         in_place = common > 0 and not self.running[source] and common == self.num_cached[source]
         if not in_place and common < MIN_COPY:
             common = 0
@@ -96,6 +100,7 @@ class SlotTable:
         self.limit[slot] = min(len(prompt_ids) + params.max_tokens, self._context_length)
         self.running[slot] = True
         self.params[slot] = pack_params(params)
+        self.adapters[slot] = adapter
         return Claim(slot=slot, num_cached=common, copy_from=source)
 
     def release(self, slot: int) -> None:
@@ -140,19 +145,21 @@ class SlotTable:
         """Have this many slots and positions; what does not fit is dropped."""
         for name in ("ids", "logprobs"):
             setattr(self, name, _fit(getattr(self, name), num_slots, capacity))
-        for name in ("num_cached", "length", "limit", "running", "_last_used", "params"):
+        for name in ("num_cached", "length", "limit", "running", "_last_used", "params", "adapters"):
             setattr(self, name, _fit(getattr(self, name), num_slots))
         if self._experts is not None:
             self._experts = _fit(self._experts, num_slots, capacity)
 
-    def _longest_prefix(self, prompt_ids: TokenIds) -> tuple[int, int]:
-        """Find the slot that shares the most leading ids with the prompt, without its last id, and their number."""
+    def _longest_prefix(self, prompt_ids: TokenIds, adapter: int) -> tuple[int, int]:
+        """Find the slot of this adapter that shares the most leading ids with the prompt, without its last id, and
+        their number.
+        """
         width = min(len(prompt_ids) - 1, self.capacity)
         if width == 0 or not self.num_cached.any():
             return 0, 0
         same = self.ids[:, :width] == prompt_ids[:width]
         common = np.where(same.all(axis=1), width, same.argmin(axis=1))
-        common = np.minimum(common, self.num_cached)
+        common = np.where(self.adapters == adapter, np.minimum(common, self.num_cached), 0)
         # Of equally good slots, prefer an idle one whose whole cache is shared: it needs no copy.
         best = np.lexsort((self.num_cached != common, self.running, -common))[0]
         return int(best), int(common[best])

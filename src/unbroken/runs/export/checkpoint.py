@@ -17,6 +17,7 @@ from unbroken.training.checkpoints import find_checkpoints
 from unbroken.training.model.adapters import causal_lm, checksum_of_frozen
 from unbroken.training.model.pretrained import ModelForm, ModelOrigin, check_form, gather_form, write_pretrained
 from unbroken.training.model.weights import checkpoint_parameters
+from unbroken.training.policies import STATE as POLICIES
 from unbroken.training.state import StoredState, TrainerState, read_state
 
 
@@ -62,9 +63,13 @@ def find_checkpoint(folder: Path) -> Path:
     if (folder / "state.json").exists():
         return folder
     found = find_checkpoints(folder) or find_checkpoints(folder / "checkpoints")
+    newest = found[max(found)] if found else folder
+    if (newest / POLICIES).exists():
+        names = sorted(path.parent.name for path in newest.glob("*/state.json"))
+        raise InvalidInputError(f"CHECKPOINT must be that of one policy, and {newest} has {names}: {newest}/{names[0]}")
     if not found:
         raise InvalidInputError(f"CHECKPOINT must be a checkpoint's folder or that of a run with one, got {folder}")
-    return found[max(found)]
+    return newest
 
 
 def _find_origin(origin: ModelOrigin, source: str | None) -> ModelOrigin:

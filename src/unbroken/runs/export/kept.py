@@ -19,6 +19,7 @@ from unbroken.progress import begin
 from unbroken.runs.config import ExportConfig
 from unbroken.runs.export.files import ModelInfo, add_files, read_info, upload
 from unbroken.training.model.pretrained import ModelForm
+from unbroken.training.policies import PolicyTrainers
 from unbroken.training.trainer import Trainer
 from unbroken.weights.folders import flush_to_disk, remove_folder, remove_unfinished
 
@@ -90,7 +91,7 @@ class KeptModels:
         is_best = self._is_best(evaluation, by)
         candidate = self.output / CANDIDATE
         with self.trainer.fail_together():
-            info = read_info(candidate) if self.trainer.is_main_process else None
+            info = self._read_info(candidate) if self.trainer.is_main_process else None
             if info is not None and is_best:
                 add_files(candidate, replace(info, evaluation=dict(evaluation)))
                 _move_folder(candidate, self.output / BEST)
@@ -103,8 +104,12 @@ class KeptModels:
                 remove_folder(self.output / CANDIDATE)
 
     def _is_best(self, evaluation: Mapping[str, float], by: str) -> bool:
-        before = self.trainer.from_main_process(read_info(self.output / BEST))
+        before = self.trainer.from_main_process(self._read_info(self.output / BEST))
         return before is None or before.evaluation is None or evaluation[by] > before.evaluation.get(by, -torch.inf)
+
+    def _read_info(self, folder: Path) -> ModelInfo | None:
+        """What is known of a model that is there; of several policies, each in its own folder, all have the same."""
+        return read_info(folder / self.trainer.names[0] if isinstance(self.trainer, PolicyTrainers) else folder)
 
     def _write(self, folder: Path, step: int, *, evaluation: Mapping[str, float] | None = None) -> Path:
         config = self.config
@@ -112,7 +117,7 @@ class KeptModels:
             step=step, source=self.source, merged=config.merged, dtype=config.dtype and config.dtype.value,
             evaluation=None if evaluation is None else dict(evaluation),
         )  # fmt: skip
-        if self.trainer.from_main_process(read_info(folder)) != info:
+        if self.trainer.from_main_process(self._read_info(folder)) != info:
             begin(f"writing the model into {folder}")
             form = make_form(merged=config.merged, dtype=info.dtype)
             self.trainer.save_pretrained(folder, form=form, add_files=partial(add_files, info=info))

@@ -81,6 +81,9 @@ class StepStats:
     seconds: float
     teachers: Mapping[str, TeacherSums] = field(default_factory=dict)
     """By name; empty without teachers."""
+    policies: Mapping[str, StepStats | None] = field(default_factory=dict)
+    """Of several policies those of each, by name, None if it had nothing to train on; all other fields are then of all
+    of them, of which each counts as a process does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,4 +267,16 @@ def step_metrics(stats: StepStats) -> Metrics:
         **{f"staleness/num_ids_lag_{lag}": num_ids for lag, num_ids in stats.ids_by_staleness.items()},
         "seconds/train": stats.seconds,
         "tokens_per_s/training": stats.num_tokens / stats.seconds,
+        **_policy_metrics(stats.policies),
     }
+
+
+def _policy_metrics(policies: Mapping[str, StepStats | None]) -> Metrics:
+    """Of each of several policies, what may differ from the others."""
+    found: dict[str, float | None] = {}
+    for name, stats in policies.items():
+        numbers: Metrics = {} if stats is None else step_metrics(stats)
+        found[f"policy/{name}/num_rows"] = numbers.get("train/num_rows", 0)
+        for key in ("train/loss", "train/entropy", "train/clip_fraction", "train/grad_norm", "mismatch/k3"):
+            found[f"policy/{name}/{key.removeprefix('train/').replace('/', '_')}"] = numbers.get(key)
+    return found

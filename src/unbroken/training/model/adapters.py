@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -396,8 +396,36 @@ def checksum_of_frozen(model: Any, *, gather: Any = _itself) -> str:
     took 20 seconds for their CRC-32. Any changed bit changes it, and so do rows or columns that change places. `gather`
     gathers a sharded parameter.
     """
-    frozen = [(strip_wrappers(name), own) for name, own in model.named_parameters() if not own.requires_grad]
+    others = [f".{name}." for name in _list_idle(model)]
+    frozen = [
+        (strip_wrappers(name), own)
+        for name, own in model.named_parameters()
+        if not own.requires_grad and not any(other in name for other in others)
+    ]
     return checksum_of(frozen, gather=gather)
+
+
+def _list_idle(model: Any) -> list[str]:
+    """The adapters that are not active: of other policies, which are trained in their turns."""
+    return [name for name in model.peft_config if name not in model.active_adapters] if is_adapted(model) else []
+
+
+@contextmanager
+@torch.no_grad()
+def with_matrices(model: Any, matrices: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let the active adapter compute with others of its matrices, which are those of `gather_adapter`."""
+    (active,) = model.active_adapters
+    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, layer in _adapted_layers(model):
+        a, b = layer.lora_A[active].weight, layer.lora_B[active].weight
+        own += [(a, a.clone()), (b, b.clone())]
+        a.copy_(matrices[name + A])
+        b.copy_(matrices[name + B] / layer.scaling[active])
+    try:
+        yield
+    finally:
+        for parameter, values in own:
+            parameter.copy_(values)
 
 
 def checksum_of(named: Sequence[tuple[str, torch.Tensor]], *, gather: Any = _itself) -> str:

@@ -101,6 +101,8 @@ class TrajectoryRows:
     """What it was compared by. None: it was not compared."""
     task: TeacherTask | None = None
     """Who scores it; None without a teacher."""
+    policy: str | None = None
+    """The policy that sampled it and is trained on it, of a run of several."""
 
 
 class _RowUse(StrEnum):
