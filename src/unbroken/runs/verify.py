@@ -490,6 +490,7 @@ class _Comparison(RunObserver):
             num_steps=self.run.num_steps,
         )
         await recorder.record(replace(rollouts, is_trained=True))  # so that rows are scored in any case
+        await recorder.finish()
         again = read_step(self.scratch / FOLDER / recorded.path.name)
         again.path.unlink()
         if not rollouts.is_trained:
