@@ -46,11 +46,12 @@ class Config(RunConfig):
             problems_per_step=8, group_size=16, sampling=SamplingParams(max_tokens=3), limits=Limits(max_turns=12)
         )
     )
+    # The distance to the base keeps both trying all three numbers, so that what one learns is not of one reply alone.
     trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-3), entropy_weight=0.02)
+        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3), kl_weight=0.05)
     )
-    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=60, max_empty_steps=None))
-    evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(num_problems=64, every=20))
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=40, max_empty_steps=None))
+    evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(num_problems=128, every=20))
 
 
 class Game:
@@ -143,8 +144,9 @@ def find_players(number: int, *, self_play: bool) -> tuple[str, str]:
 
 async def run(config: Config) -> None:
     """Write the model, and train."""
-    if config.self_play:
-        config = replace(config, policies=PoliciesConfig(names=("first",), copy_every=10, num_copies=4))
+    if config.self_play and config.policies is not None:
+        every = config.policies.copy_every or 10
+        config = replace(config, policies=replace(config.policies, names=("first",), copy_every=every))
     with main_process_first():
         write_model(config.model, seed=config.seed)
     sides: dict[str, tuple[str | None, str | None]] = {"first": ("first", None)}
