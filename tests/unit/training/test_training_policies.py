@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.policies import PoliciesConfig
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.records.recorder import _TrainedRows
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, LoraUpdates, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
@@ -213,6 +215,16 @@ async def test_no_id_of_a_frozen_copy_is_trained_and_copies_stay_as_they_were() 
     assert all(torch.equal(each, frozen[key]) for key, each in pair.trainer._copies["critic@2"].items())
     pair.trainer.step(units)
     assert set(pair.trainer._copies) == {"solver@2", "critic@2", "solver@4", "critic@4"}
+    await pair.engine.close()
+
+
+async def test_what_a_frozen_copy_said_is_recorded_as_not_trained_also_where_the_policy_said_the_same() -> None:
+    pair = Pair()
+    units = await pair.trainer.make_units([await pair.sample(0)], Counters())
+    (trained, *_) = units[0].rows
+    found = _TrainedRows(pair.trainer, units)
+    assert found.find(replace(trained, advantages=np.zeros_like(trained.advantages))) is trained
+    assert found.find(replace(trained, policy="solver@0")) is None
     await pair.engine.close()
 
 
