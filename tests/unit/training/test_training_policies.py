@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.base import InProcessPublisher
 
+METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"
 POLICIES = PoliciesConfig(names=("solver", "critic"), copy_every=2, num_copies=2)
 CONFIG = TrainerConfig(
     optimizer=OptimizerConfig(learning_rate=3e-2), lora_updates=LoraUpdates.ADAPTER, max_policy_k3=1e-6
@@ -184,6 +186,8 @@ async def test_a_policys_update_is_that_of_a_trainer_which_has_it_alone() -> Non
     metrics = step_metrics(stats)
     assert (metrics["policy/solver/num_rows"], metrics["policy/solver/loss"]) == (0, None)
     assert metrics["policy/critic/num_rows"] == len(own)
+    named = {f"policy/NAME/{name.rpartition('/')[2]}" for name in metrics if name.startswith("policy/")}
+    assert named == set(re.findall(r"`(policy/NAME/\w+)`", METRICS.read_text()))
     await pair.engine.close()
 
 
