@@ -44,11 +44,12 @@ class Config(RunConfig):
             problems_per_step=8, group_size=16, sampling=SamplingParams(max_tokens=3), limits=Limits(max_turns=12)
         )
     )
+    # The distance to the base keeps both trying all three numbers, so that what one learns is not of one reply alone.
     trainer: TrainerConfig = field(
-        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-3), entropy_weight=0.02)
+        default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3), kl_weight=0.05)
     )
-    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=60, max_empty_steps=None))
-    evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(num_problems=64, every=20))
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=40, max_empty_steps=None))
+    evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(num_problems=128, every=20))
 
 
 class Game:

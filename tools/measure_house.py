@@ -30,19 +30,19 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "public names (classes and functions of modules)": Bound(1721, 1690),
+    "public names (classes and functions of modules)": Bound(1678, 1690),
     "settings of `unbroken train`": Bound(185, 185),
     "functions of complexity above 15": Bound(0, 20),
-    "functions of complexity above 10": Bound(114, 130),
+    "functions of complexity above 10": Bound(115, 130),
     "getattr with a default": Bound(43, 60),
-    "walk, command line to optimizer: functions": Bound(33, 36),
+    "walk, command line to optimizer: functions": Bound(34, 36),
     "walk, command line to optimizer: files": Bound(16, 14),
     "walk, request of an agent: functions": Bound(24, 24),
     "walk, request of an agent: files": Bound(14, 13),
     "modules with one importer, under 100 lines": Bound(29, 30),
     "public class names that exist twice": Bound(0, 0),
     "lines of the longest function": Bound(69, 70),
-    "functions over 50 lines": Bound(6, 8),
+    "functions over 50 lines": Bound(8, 8),
     "import cycles": Bound(0, 0),
     "CPU seconds of the last `make test`": Bound(1800, 900),
     "CPU seconds of `make test`, of its last whole run": Bound(1500, 900),

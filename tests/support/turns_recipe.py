@@ -16,17 +16,22 @@ from unbroken.runs.recipe import Task
 from unbroken.training.config import LoopConfig
 from unbroken.types import SamplingParams
 
+BAD_WORDS = ((7,), (8, 9), *((number, number) for number in range(120)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(RunConfig):
-    """Two prompts a step, four completions each."""
+    """Two prompts a step, four completions each, and words that are never sampled."""
 
     output: Path
     model: Path
     """A folder."""
     rollouts: RolloutConfig = field(
         default_factory=lambda: RolloutConfig(
-            problems_per_step=2, group_size=4, sampling=SamplingParams(max_tokens=12), limits=Limits(max_turns=2)
+            problems_per_step=2,
+            group_size=4,
+            sampling=SamplingParams(max_tokens=12, bad_words_ids=BAD_WORDS),
+            limits=Limits(max_turns=2),
         )
     )
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=2))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,6 +40,9 @@ _PAST = "past"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesConfig:
     """Several policies, each a LoRA adapter on the one model, which an environment lets speak (docs/policies.md)."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {"num_copies": "it is 5; a recipe in Python gives another number"}
+    """Fields that are no settings of a run, and why."""
 
     names: tuple[str, ...]
     """What environments call them. The first one's reward is the rollout's: name the one first that evaluations and the

@@ -98,7 +98,7 @@ _ELSEWHERE = {
     "a completion ends with a stop id, a stop string or max_tokens": "ignore_eos max_time repetition_detection",
     "it changes text alone, and completions are ids": "skip_special_tokens spaces_between_special_tokens detokenize "
     "include_stop_str_in_output",
-    "a recipe in Python gives it, RolloutConfig(sampling=SamplingParams(structured_output=...))": "structured_output",
+    "a recipe in Python gives it, RolloutConfig(sampling=SamplingParams(...))": "structured_output bad_words_ids",
     "each rollout has one of its own, by the run's seed": "seed",
     "rollouts keep the logprobs of sampled ids alone": "num_top_logprobs",
     "trainer.routing_replay asks for them": "return_routed_experts",

@@ -13,12 +13,10 @@ from unbroken.runs.records.recorded import read_step
 from unbroken.types import LogitControls
 
 END = 583
-WORDS = [[number, number] for number in range(300)][:120]
 OPTIONS = (
     f"--rollouts.sampling.allowed-token-ids={','.join(map(str, [*range(300), END]))}",
     "--rollouts.sampling.logit-bias=[[583, 6.0], [40, -5], [41, 2.5]]",
     "--rollouts.sampling.min-tokens=3",
-    f"--rollouts.sampling.bad-words-ids={[[7], [8, 9], *WORDS]}",
     "--rollouts.sampling.repetition-penalty=1.2",
     "--rollouts.sampling.presence-penalty=0.5",
     "--rollouts.sampling.frequency-penalty=-0.25",
@@ -54,7 +52,7 @@ def test_the_record_says_what_each_turn_was_sampled_under(run):
         assert controls.logit_bias == ((END, 6.0), (40, -5.0), (41, 2.5))
         assert set(ids) <= {*range(300), END} - {7}
         assert END not in ids[:3]
-        assert not any(list(pair) in WORDS for pair in itertools.pairwise(ids))
+        assert not any(pair in turns_recipe.BAD_WORDS for pair in itertools.pairwise(ids))
 
 
 def test_the_run_is_verified(run, capsys):

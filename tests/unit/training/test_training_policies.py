@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.policies import PoliciesConfig
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.records.recorder import _TrainedRows
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, LoraUpdates, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
@@ -39,6 +42,7 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.base import InProcessPublisher
 
+METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"
 POLICIES = PoliciesConfig(names=("solver", "critic"), copy_every=2, num_copies=2)
 CONFIG = TrainerConfig(
     optimizer=OptimizerConfig(learning_rate=3e-2), lora_updates=LoraUpdates.ADAPTER, max_policy_k3=1e-6
@@ -182,6 +186,8 @@ async def test_a_policys_update_is_that_of_a_trainer_which_has_it_alone() -> Non
     metrics = step_metrics(stats)
     assert (metrics["policy/solver/num_rows"], metrics["policy/solver/loss"]) == (0, None)
     assert metrics["policy/critic/num_rows"] == len(own)
+    named = {f"policy/NAME/{name.rpartition('/')[2]}" for name in metrics if name.startswith("policy/")}
+    assert named == set(re.findall(r"`(policy/NAME/\w+)`", METRICS.read_text()))
     await pair.engine.close()
 
 
@@ -213,6 +219,16 @@ async def test_no_id_of_a_frozen_copy_is_trained_and_copies_stay_as_they_were() 
     assert all(torch.equal(each, frozen[key]) for key, each in pair.trainer._copies["critic@2"].items())
     pair.trainer.step(units)
     assert set(pair.trainer._copies) == {"solver@2", "critic@2", "solver@4", "critic@4"}
+    await pair.engine.close()
+
+
+async def test_what_a_frozen_copy_said_is_recorded_as_not_trained_also_where_the_policy_said_the_same() -> None:
+    pair = Pair()
+    units = await pair.trainer.make_units([await pair.sample(0)], Counters())
+    (trained, *_) = units[0].rows
+    found = _TrainedRows(pair.trainer, units)
+    assert found.find(replace(trained, advantages=np.zeros_like(trained.advantages))) is trained
+    assert found.find(replace(trained, policy="solver@0")) is None
     await pair.engine.close()
 
 

@@ -28,7 +28,7 @@ class _TrainedRows:
     """The rows that a step trains on, to be found by the ids and logprobs that were sampled."""
 
     def __init__(self, trainer: Trainer, units: Sequence[Any]) -> None:
-        self._rows: dict[tuple[bytes, bytes], TrainingSample] = {}
+        self._rows: dict[tuple[bytes, bytes, str | None], TrainingSample] = {}
         for unit in units:
             for row in trainer.objective.get_rows(unit):
                 self._rows.setdefault(_key(row), row)
@@ -206,8 +206,9 @@ def make_table(rollouts: StepRollouts, trainer: Trainer, num_rows: int) -> tuple
     ]
 
 
-def _key(row: TrainingSample) -> tuple[bytes, bytes]:
-    return row.token_ids.tobytes(), row.rollout_logprobs.tobytes()
+def _key(row: TrainingSample) -> tuple[bytes, bytes, str | None]:
+    # A policy and its frozen copy of the same version say the same with the same logprobs, and one of them is trained.
+    return row.token_ids.tobytes(), row.rollout_logprobs.tobytes(), row.policy
 
 
 def _find_advantage(member: Trajectory, trained: _TrainedRows) -> float | None:
