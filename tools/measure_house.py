@@ -30,7 +30,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "public names (classes and functions of modules)": Bound(1718, 1690),
+    "public names (classes and functions of modules)": Bound(1663, 1690),
     "settings of `unbroken train`": Bound(170, 185),
     "functions of complexity above 15": Bound(0, 20),
     "functions of complexity above 10": Bound(114, 130),
@@ -39,7 +39,7 @@ BOUNDS = {
     "walk, command line to optimizer: files": Bound(20, 14),
     "walk, request of an agent: functions": Bound(24, 24),
     "walk, request of an agent: files": Bound(14, 13),
-    "modules with one importer, under 100 lines": Bound(30, 30),
+    "modules with one importer, under 100 lines": Bound(29, 30),
     "public class names that exist twice": Bound(0, 0),
     "lines of the longest function": Bound(69, 70),
     "functions over 50 lines": Bound(6, 8),
