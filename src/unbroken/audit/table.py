@@ -46,10 +46,10 @@ def find_templates(places: Sequence[Path]) -> list[Path]:
         raise InvalidInputError(
             f"--table must name a *.jinja file or a folder with one, got {', '.join(map(str, places))}"
         )
-    return sorted(files, key=lambda file: (name_template(file), str(file)))
+    return sorted(files, key=lambda file: (_name_template(file), str(file)))
 
 
-def name_template(file: Path) -> str:
+def _name_template(file: Path) -> str:
     """Name a template by package and file if it is installed (`trl/qwen3`), else by folder and file."""
     parts = file.absolute().parts
     if "site-packages" in parts[:-1]:
@@ -68,7 +68,7 @@ def make_table(
     """Of the templates with the same digest of texts, and the same cells."""
     reports: list[AuditReport] = []
     for number, file in enumerate(files, 1):
-        name = name_template(file)
+        name = _name_template(file)
         try:
             report = run_in_process(AuditTarget(template=str(file)), config, limits or ProcessLimits())
         except UnbrokenError as error:

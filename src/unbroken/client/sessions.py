@@ -51,7 +51,7 @@ class SessionSummary(TypedDict):
     """`reward`, `metrics` and `status`, once it is finished."""
 
 
-class SessionFork(TypedDict):
+class _SessionFork(TypedDict):
     """A turn whose prompt does not begin with all ids of the one before."""
 
     turn: int
@@ -66,7 +66,7 @@ class SessionView(SessionSummary):
     num_conversations: int
     """Conversations that begin afresh, such as those of sub-agents."""
     counters: dict[str, int]
-    forks: list[SessionFork]
+    forks: list[_SessionFork]
     in_flight: int
     """Turns that are being sampled."""
 

@@ -12,9 +12,9 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import takewhile
 
 from unbroken.rendering.base import PartKind
+from unbroken.types.arrays import count_common_prefix
 
 Decode = Callable[[Sequence[int]], str]
 """Turns ids into text, control tokens included."""
@@ -202,9 +202,9 @@ def align(before: Sequence[int], after: Sequence[int]) -> _Alignment:
 
     Worked example: `1 2 3 4` and `1 9 4 5` have two gaps: `2 3` became `9`, and after `4` nothing became `5`.
     """
-    start = _count_shared(before, after)
+    start = count_common_prefix(before, after)
     longest = min(len(before), len(after)) - start
-    end = min(_count_shared(before[::-1], after[::-1]), longest)
+    end = min(count_common_prefix(before[::-1], after[::-1]), longest)
     middle, other = before[start : len(before) - end], after[start : len(after) - end]
     return _Alignment(
         gaps=tuple(
@@ -229,9 +229,5 @@ def _find_gaps(left: Sequence[int], right: Sequence[int]) -> Iterator[tuple[int,
         if is_last:
             return
         i, k, size = i + codes[stop][1], k + codes[stop][3], _WINDOW
-        shared = _count_shared(left[i:], right[k:])
+        shared = count_common_prefix(left[i:], right[k:])
         i, k = i + shared, k + shared
-
-
-def _count_shared(left: Sequence[int], right: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

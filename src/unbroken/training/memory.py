@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from unbroken.decoder_config import DecoderConfig
 from unbroken.training.config import OptimizerName, TrainerConfig
-from unbroken.training.model.lanes import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, MIN_PASS_IDS, USABLE_SHARE, WIDE
+from unbroken.training.model.lanes import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, MIN_PASS_IDS, WIDE, choose_pass_size
 
 GIB = 2**30
 _OF_PROCESS = GIB
@@ -185,9 +186,7 @@ def estimate_memory(
 def _choose_size(sizes: ModelSizes, config: TrainerConfig, layout: Layout, free: float) -> int:
     size = MAX_COMPILED_PASS_IDS if config.compile else MAX_PASS_IDS
     size = size // 2 if sizes.hidden_size >= WIDE else size
-    while size > MIN_PASS_IDS and _count_pass_bytes(sizes, config, layout, size) > USABLE_SHARE * free:
-        size //= 2
-    return size
+    return choose_pass_size(partial(_count_pass_bytes, sizes, config, layout), free_bytes=free, max_ids=size)
 
 
 def _count_pass_bytes(sizes: ModelSizes, config: TrainerConfig, layout: Layout, num_ids: int) -> float:

@@ -53,9 +53,11 @@ def freeze(array: NDArray[Any]) -> Any:
     return array
 
 
-def count_common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """Count the equal ids at the start of both sequences."""
+def count_common_prefix(left: Sequence[Any] | NDArray[Any], right: Sequence[Any] | NDArray[Any]) -> int:
+    """Count the equal items at the start of two arrays, or of two sequences."""
     num_common = min(len(left), len(right))
+    if not isinstance(left, np.ndarray):
+        return next((k for k in range(num_common) if left[k] != right[k]), num_common)
     differs = np.flatnonzero(left[:num_common] != right[:num_common])
     return int(differs[0]) if differs.size else num_common
 

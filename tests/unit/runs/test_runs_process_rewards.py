@@ -30,7 +30,7 @@ model = "{model}"
 data.file = "prompts.jsonl"
 rollouts = {{ problems_per_step = 2, group_size = 4, sampling = {{ max_tokens = 7 }}, limits = {{ max_turns = 1 }} }}
 trainer = {{ numerics = "exact", num_minibatches = 2, optimizer = {{ learning_rate = 3e-3 }} }}
-loop.num_steps = 4
+loop.num_steps = 3
 checkpoints = {{ every = 2, num_kept = 9 }}
 evaluation.num_problems = 0
 [[rewards]]
@@ -71,8 +71,8 @@ def test_a_run_continues_to_the_bit_and_is_verified(task, tmp_path, capsys, adva
     assert main(["verify", str(tmp_path / "whole"), "--against", str(tmp_path / "halves")]) == 0
     assert "no difference" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "halves")]) == 0
-    assert "verified (4 of 4 steps" in capsys.readouterr().out
-    path = tmp_path / "whole" / "rollouts" / "step-00000003.rank-0.jsonl.gz"
+    assert "verified (3 of 3 steps" in capsys.readouterr().out
+    path = tmp_path / "whole" / "rollouts" / "step-00000002.rank-0.jsonl.gz"
     records = read_records(path)
     numbers = [len({value for _, _, value in record["rows"][0]["advantages"]}) for record in records]
     assert (max(numbers) > 2) == (advantages == "turn_grpo")
@@ -87,4 +87,4 @@ def test_a_run_continues_to_the_bit_and_is_verified(task, tmp_path, capsys, adva
     lines[2] = json.dumps(changed).encode()
     path.write_bytes(gzip.compress(b"\n".join(lines) + b"\n"))
     assert main(["verify", str(tmp_path / "whole")]) != 0
-    assert "step 3: step-00000003.rank-0.jsonl.gz: trajectory" in capsys.readouterr().out
+    assert "step 2: step-00000002.rank-0.jsonl.gz: trajectory" in capsys.readouterr().out

@@ -13,7 +13,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from unbroken.audit.conversations import TOOLS, AuditConversation, ConversationMaker, Following, Situation
 from unbroken.audit.report import BoundaryFinding, ClosedTurn, RoundTripFinding, TurnEndFinding
@@ -23,6 +22,7 @@ from unbroken.rendering.base import Bridge, BridgeOutcome, ParsedResponse, Refus
 from unbroken.rendering.facts import TemplateFacts, TurnEnds
 from unbroken.retokenising.changes import align
 from unbroken.types import TokenIds, token_ids
+from unbroken.types.arrays import count_common_prefix
 
 _NUM_TURNS = 60
 """Turns that are read back."""
@@ -65,7 +65,7 @@ def make_completion(
         return None
     run = _find_end_run(subject.facts, ends, body)
     if run:
-        num_close = _count_shared([token for token, _ in run], ends.sequence)
+        num_close = count_common_prefix([token for token, _ in run], ends.sequence)
         stop, start = run[max(num_close, 1) - 1]
         return _CompletionText(prompt=prompt, body=body[:start], stop=stop)
     header = _find_header(subject, ends, tools, next_role)
@@ -74,7 +74,7 @@ def make_completion(
 
 def _drop_generation_prompt(facts: TemplateFacts, ends: TurnEnds, prompt: str, last: str) -> str:
     """Without the generation prompt, for a template that writes it after every conversation."""
-    num_shared = _count_shared(prompt[::-1], last[::-1])
+    num_shared = count_common_prefix(prompt[::-1], last[::-1])
     start = len(last) - num_shared
     stops = [match.stop for match in facts.control_tokens.find(last, start) if match.token in ends.tokens]
     return last[: stops[-1]] if stops else last
@@ -82,7 +82,7 @@ def _drop_generation_prompt(facts: TemplateFacts, ends: TurnEnds, prompt: str, l
 
 def _find_body(facts: TemplateFacts, prompt: str, last: str) -> str | None:
     """The text after the generation prompt, which may open reasoning that the template leaves out later on."""
-    shared = _count_shared(prompt, last)
+    shared = count_common_prefix(prompt, last)
     shared = next((m.start for m in facts.control_tokens.find(prompt) if m.start < shared < m.stop), shared)
     rest = prompt[shared:].strip()
     if not rest:
@@ -123,10 +123,6 @@ def _find_header(subject: Subject, ends: TurnEnds, tools: Sequence[ToolSchema], 
         return None
     matches = subject.facts.control_tokens.find(text, said)
     return next((match.token for match in matches if match.token in ends.tokens), None)
-
-
-def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def find_turn_ends(subject: Subject) -> TurnEndFinding:

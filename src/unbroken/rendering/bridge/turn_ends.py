@@ -49,6 +49,7 @@ from unbroken.rendering.message_format import (
     PROBE_USER,
     MessageFormat,
 )
+from unbroken.types.arrays import count_common_prefix
 
 
 class BridgeRefusedError(Exception):
@@ -111,7 +112,7 @@ class TurnEndProbe:
         if self._opens_user_message(first) and (not last or len(headers) > 1):
             headers |= call_end
             return self._prove(TurnEnds(tokens=headers, stops=headers, sequence=(), last_turn_ends={}, headers=headers))
-        sequence = tuple(last[: _count_shared(last, next_tokens["user"])])
+        sequence = tuple(last[: count_common_prefix(last, next_tokens["user"])])
         return self._prove(
             TurnEnds(
                 tokens=frozenset({first, *last, *call_end}),
@@ -307,7 +308,7 @@ class _TurnExamples:
         texts = _find_texts(text, num_calls)
         if texts is None:
             return None
-        start = _count_shared(text, prompt)
+        start = count_common_prefix(text, prompt)
         start = next((m.start for m in self._control.find(text) if m.start < start < m.stop), start)
         is_after_user = start > text.rfind(PROBE_USER) + len(PROBE_USER)
         return _RenderedTurn(
@@ -360,11 +361,6 @@ def _build_turn(*, reasons: bool = False, has_text: bool = False, num_calls: int
             make_call(f"callprob{k}", PROBE_NAMES[k], {"value": f"{PROBE_ARGUMENT}{k}"}) for k in range(num_calls)
         ]
     return turn
-
-
-def _count_shared(left: Sequence[str], right: Sequence[str]) -> int:
-    """The length of the common beginning."""
-    return next((k for k, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _find_texts(text: str, num_calls: int) -> slice | None:

@@ -338,12 +338,10 @@ class PassSize:
         )
 
 
-def choose_pass_size(
-    *, bytes_per_id: float, free_bytes: float, fixed_bytes: float = 0, max_ids: int = MAX_PASS_IDS
-) -> int:
-    """The largest size that fits, or `MIN_PASS_IDS`, which is tried even if it does not fit."""
+def choose_pass_size(count_bytes: Callable[[int], float], *, free_bytes: float, max_ids: int = MAX_PASS_IDS) -> int:
+    """The largest number of ids whose pass fits, or `MIN_PASS_IDS`, which is tried even if it does not fit."""
     size = max_ids
-    while size > MIN_PASS_IDS and fixed_bytes + size * bytes_per_id > USABLE_SHARE * free_bytes:
+    while size > MIN_PASS_IDS and count_bytes(size) > USABLE_SHARE * free_bytes:
         size //= 2
     return size
 
@@ -386,7 +384,7 @@ def measure_pass_size(
             fixed = max(peaks[size] - size * slope, 0.0)
         else:
             slope, fixed = peaks[size] / size, 0.0
-    chosen = choose_pass_size(bytes_per_id=slope, free_bytes=free_bytes, fixed_bytes=fixed, max_ids=max_ids)
+    chosen = choose_pass_size(lambda num_ids: fixed + num_ids * slope, free_bytes=free_bytes, max_ids=max_ids)
     return PassSize(num_ids=chosen, bytes_per_id=slope, fixed_bytes=fixed, free_bytes=free_bytes)
 
 

@@ -54,6 +54,17 @@ def outside_in(scores: Rewards) -> list[tuple[int, int]]:
     return _drop_ties(list(zip(order, reversed(order), strict=True))[: len(order) // 2], values)
 
 
+def scores_of_ranking(ranking: Sequence[int]) -> list[float]:
+    """Scores for a ranking of the members' indices, best first: [2, 0, 1] gives [1, 0, 2].
+
+    Raises `RewardError` unless `ranking` names each member once.
+    """
+    if sorted(ranking) != list(range(len(ranking))):
+        raise RewardError(f"a ranking must name each of {len(ranking)} members once, by index, got {list(ranking)}")
+    places = {member: place for place, member in enumerate(ranking)}
+    return [float(len(ranking) - 1 - places[member]) for member in range(len(ranking))]
+
+
 def _drop_ties(pairs: Sequence[tuple[int, int]], values: NDArray[np.float64]) -> list[tuple[int, int]]:
     tolerance = EQUAL_WITHIN * np.abs(values).max()
     return [(better, worse) for better, worse in pairs if values[better] - values[worse] > tolerance]

@@ -23,6 +23,7 @@ from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.retokenising.records import match_turns
 from unbroken.runs.records.files import MAX_TEXT, PART, parse_line, read_lines, summarize
 from unbroken.runs.records.notes import hash_line
+from unbroken.types.arrays import count_common_prefix
 from unbroken.untrusted import check_json
 
 BROKEN = "broken"
@@ -427,7 +428,7 @@ def find_forks(
     arrays = [np.asarray(row["token_ids"], dtype=np.int64) for row in rows]
     forks = []
     for number in range(1, len(rows)):
-        shared = [_count_shared(arrays[number], earlier) for earlier in arrays[:number]]
+        shared = [count_common_prefix(arrays[number], earlier) for earlier in arrays[:number]]
         parent = int(np.argmax(shared))
         position = shared[parent]
         turn = _find_turn(rows[number], position, turn_of_node)
@@ -444,12 +445,6 @@ def _find_reason(turn: Mapping[str, Any], row: Mapping[str, Any], position: int)
         return str(reason)
     origins = [each["origin"] for each in row["segments"] if each["start"] <= position < each["stop"]]
     return _BRANCHES.get(origins[0]) if origins else None
-
-
-def _count_shared(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> int:
-    length = min(len(ours), len(theirs))
-    differs = np.flatnonzero(ours[:length] != theirs[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 def _find_turn(row: Mapping[str, Any], position: int, turn_of_node: Mapping[int, int]) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -93,20 +95,24 @@ def test_packing_that_was_asked_for_by_name_is_not_weighed():
     assert not is_packed(policy.plan([50, 5, 5], 100))
 
 
+def of_mebibytes(of_an_id: float) -> Callable[[int], float]:
+    return lambda num_ids: num_ids * of_an_id * 2**20
+
+
 def test_a_pass_is_as_large_as_memory_allows_but_not_larger_than_it_needs_to_be():
-    assert choose_pass_size(bytes_per_id=2**20, free_bytes=100 * GIB) == MAX_PASS_IDS
-    assert choose_pass_size(bytes_per_id=2**20, free_bytes=16 * GIB) == 12_288
-    assert choose_pass_size(bytes_per_id=2**20, free_bytes=14 * GIB) == 6_144
-    assert choose_pass_size(bytes_per_id=4 * 2**20, free_bytes=16 * GIB) == 3_072
-    assert choose_pass_size(bytes_per_id=2**20, free_bytes=100 * GIB, max_ids=24_576) == 24_576
+    assert choose_pass_size(of_mebibytes(1), free_bytes=100 * GIB) == MAX_PASS_IDS
+    assert choose_pass_size(of_mebibytes(1), free_bytes=16 * GIB) == 12_288
+    assert choose_pass_size(of_mebibytes(1), free_bytes=14 * GIB) == 6_144
+    assert choose_pass_size(of_mebibytes(4), free_bytes=16 * GIB) == 3_072
+    assert choose_pass_size(of_mebibytes(1), free_bytes=100 * GIB, max_ids=24_576) == 24_576
 
 
 def test_a_pass_is_tried_even_if_nothing_seems_to_be_free():
-    assert choose_pass_size(bytes_per_id=2**20, free_bytes=0) == MIN_PASS_IDS
+    assert choose_pass_size(of_mebibytes(1), free_bytes=0) == MIN_PASS_IDS
 
 
 def test_small_differences_in_memory_do_not_change_the_size():
-    sizes = {choose_pass_size(bytes_per_id=1.4 * 2**20, free_bytes=free * GIB) for free in (30, 35, 40, 60)}
+    sizes = {choose_pass_size(of_mebibytes(1.4), free_bytes=free * GIB) for free in (30, 35, 40, 60)}
     assert sizes == {12_288}
 
 

@@ -19,7 +19,7 @@ from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
-from unbroken.training.objective.pairs import PreferencePair, outside_in
+from unbroken.training.objective.pairs import PreferencePair, outside_in, scores_of_ranking
 
 
 async def pairs_of(*members: Trajectory, counters: Counters | None = None, **options) -> list[PreferencePair]:
@@ -89,7 +89,7 @@ async def test_i8_a_trajectory_that_sampled_nothing_is_in_no_pair_and_counted():
 async def test_a_judge_takes_the_place_of_the_rewards():
     async def shortest_first(members: Sequence[Trajectory]) -> list[float]:
         lengths = [len(export_samples(member.tree, 0.0)[0].token_ids) for member in members]
-        return [float(sum(length < other for other in lengths)) for length in lengths]
+        return scores_of_ranking(np.argsort(lengths, kind="stable").tolist())
 
     long, short = trajectory(1.0, completion=sampled(7, 8, 9)), trajectory(0.0, completion=sampled(4))
     (pair,) = await pairs_of(long, trajectory(0.5), short, judge=shortest_first)

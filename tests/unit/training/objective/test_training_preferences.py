@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from unbroken.errors import RewardError
 from unbroken.training.objective.online_dpo import dpo_loss, dpo_pull
-from unbroken.training.objective.pairs import best_and_worst, outside_in
+from unbroken.training.objective.pairs import best_and_worst, outside_in, scores_of_ranking
 
 
 @given(margins=st.lists(st.floats(-80, 80), min_size=1, max_size=5), beta=st.floats(0.01, 2))
@@ -57,6 +58,17 @@ def test_the_best_and_the_worst_make_a_pair_and_equals_make_none(
 )
 def test_outside_in_pairs_each_member_at_most_once(scores: list[float], pairs: list[tuple[int, int]]) -> None:
     assert outside_in(scores) == pairs
+
+
+@given(st.permutations(range(6)))
+def test_the_scores_of_a_ranking_order_the_members_as_it_does(ranking: list[int]) -> None:
+    assert np.argsort(-np.asarray(scores_of_ranking(ranking))).tolist() == ranking
+
+
+@pytest.mark.parametrize("ranking", [[0, 0], [1, 2], [0, 2]])
+def test_a_ranking_that_does_not_name_each_member_once_is_refused(ranking: list[int]) -> None:
+    with pytest.raises(RewardError, match="must name each of 2 members once"):
+        scores_of_ranking(ranking)
 
 
 @pytest.mark.parametrize("pairs", [best_and_worst, outside_in])
