@@ -82,8 +82,7 @@ class LogitEdits:
                 continue
             own_GV = edited_NV[rows]
             if factor != 1:
-                seen_GV = _count(history.token_ids, 0, places, like=own_GV) > 0
-                own_GV = torch.where(seen_GV, torch.where(own_GV > 0, own_GV / factor, own_GV * factor), own_GV)
+                own_GV = own_GV * _find_scales(own_GV, history, places)
             if controls.presence_penalty or controls.frequency_penalty:
                 counts_GV = _count(history.token_ids, history.start, places, like=own_GV)
                 own_GV = own_GV - controls.frequency_penalty * counts_GV
@@ -98,10 +97,8 @@ class LogitEdits:
             return gradient_NV
         biased_NV = self._add_bias(logits_NV)
         for rows, history, places in self._groups(logits_NV.device):
-            factor, own_GV = history.controls.repetition_penalty, gradient_NV[rows]
-            seen_GV = _count(history.token_ids, 0, places, like=own_GV) > 0
-            scaled_GV = torch.where(biased_NV[rows] > 0, own_GV / factor, own_GV * factor)
-            gradient_NV = gradient_NV.index_copy(0, rows, torch.where(seen_GV, scaled_GV, own_GV))
+            own_GV = gradient_NV[rows] * _find_scales(biased_NV[rows], history, places)
+            gradient_NV = gradient_NV.index_copy(0, rows, own_GV)
         return gradient_NV
 
     def _groups(self, device: torch.device) -> Iterator[tuple[torch.Tensor, _History, NDArray[np.int64]]]:
@@ -140,6 +137,16 @@ class LogitEdits:
                 if banned_G.any():
                     impossible_NV[rows[torch.from_numpy(banned_G).to(rows.device)], token_id] = True
         return impossible_NV
+
+
+def _find_scales(biased_GV: torch.Tensor, history: _History, places: NDArray[np.int64]) -> torch.Tensor:
+    """[G, V] what the repetition penalty multiplies logits with. VLLM multiplies with the reciprocal too, in this
+    precision: a quotient would have other bits.
+    """
+    factor = torch.tensor(history.controls.repetition_penalty, dtype=biased_GV.dtype, device=biased_GV.device)
+    seen_GV = _count(history.token_ids, 0, places, like=biased_GV) > 0
+    scales_GV = torch.where(biased_GV > 0, 1.0 / factor, factor)
+    return torch.where(seen_GV, scales_GV, torch.ones_like(scales_GV))
 
 
 def _count(token_ids: NDArray[np.int64], start: int, places: NDArray[np.int64], *, like: torch.Tensor) -> torch.Tensor:

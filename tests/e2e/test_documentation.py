@@ -756,3 +756,4 @@ def test_the_small_blocks_run(workplace: Path) -> None:
     text = block("docs/renderers.md", "from unbroken import load_renderer")
     tokenizer = build_tokenizer()
     run_python(text, tokenizer=tokenizer, text=tokenizer.chat_template)
+    run_python(block("docs/training.md", "from transformers import AutoTokenizer"))

@@ -52,6 +52,21 @@ async def test_a_client_gets_what_the_servers_engine_kept():
     assert all(sequence.kept_ids is None for each in uncut for sequence in each.sequences)
 
 
+async def test_what_changes_logits_reaches_the_servers_engine_and_stands_in_the_answer():
+    scripted = engine()
+    own = {
+        "logit_bias": ((5, -1.5), (6, 2)), "allowed_token_ids": (5, 6, 7), "min_tokens": 2, "stop_token_ids": (7,),
+        "bad_words_ids": ((8,), (6, 5)), "frequency_penalty": 0.3,
+    }  # fmt: skip
+    async with listening(make_app(scripted)) as url:
+        http = await HttpEngine.connect([url])
+        result = await http.sample(ask(**own))
+        await http.close()
+    (request,) = scripted.requests
+    assert request.params == ask(**own).params
+    assert [sequence.controls for sequence in result.sequences] == [ask(**own).params.controls] * 2
+
+
 async def test_an_engine_that_does_not_say_them_is_refused_through_the_server():
     async with listening(make_app(scripted_engine(lambda _: [5]))) as url:
         http = await HttpEngine.connect([url], max_retries=0)

@@ -58,6 +58,21 @@ async def test_every_sampling_parameter_is_sent_and_the_conversation_in_the_head
     }  # fmt: skip
 
 
+async def test_a_bias_and_allowed_ids_are_sent_and_what_no_answer_would_tell_is_refused() -> None:
+    server = stock()
+    async with listening(server.make_app()) as url:
+        engine = await connect(url)
+        own: dict[str, Any] = {"logit_bias": ((5, -1.5),), "allowed_token_ids": (5, 6)}
+        (sequence,) = (await engine.sample(request(**own))).sequences
+        for name, value in (("min_tokens", 2), ("bad_words_ids", ((5, 6),))):
+            with pytest.raises(SamplingError, match=rf"{name} must be left out with {url}, got .*unbroken serve"):
+                await engine.sample(request(name, **{name: value}))
+        await engine.close()
+    assert sequence.controls == SamplingParams(**own).controls
+    sent = server.bodies[-1]["sampling_params"]
+    assert (sent["logit_bias"], sent["allowed_token_ids"]) == ({"5": -1.5}, [5, 6])
+
+
 @pytest.mark.parametrize(("label", "version"), [("default", 0), ("12", 12), ("step-3", 0)])
 async def test_the_label_of_the_weights_is_the_version_where_it_is_a_number(label: str, version: int) -> None:
     async with listening(stock(version=label).make_app()) as url:
