@@ -72,6 +72,11 @@ class ScoredRow:
         return gaps
 
     @property
+    def num_top(self) -> int:
+        """How many of its most likely ids a teacher gave at each sampled id."""
+        return 0 if self.teacher is None or self.teacher.top is None else self.teacher.top.token_ids.shape[1]
+
+    @property
     def teacher_masses(self) -> NDArray[np.float64]:
         """[L] the probability of the teacher's most likely ids together at each loss token; [0] if it gave none."""
         assert self.teacher is not None, "asked for only of rows that a teacher has scored"

@@ -208,10 +208,7 @@ class PolicyLogprobs(nn.Module):
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
             places = mask_BT[:, 1:].nonzero(as_tuple=True)
             own_N = token_ids_BT[:, 1:][places]
-            if targets is not None or self.num_top:
-                scores = self._score_others(hidden_BTD, places, own_N, targets, temperature, entropy)
-            else:
-                scores = self._score_at(hidden_BTD, places, own_N, temperature, entropy, kept)
+            scores = self._score_rows(hidden_BTD, places, own_N, targets, temperature, entropy, kept)
             if counted_BT is not None and router_logits is not None:
                 if self.sequence is not None:
                     counted_BT = self.sequence.split(counted_BT[:, :-1])
@@ -360,7 +357,7 @@ class PolicyLogprobs(nn.Module):
         own_kept = None if kept is None else kept.pick(is_own_N)
         return self.sequence.gather(self._score(own_ND, targets_N[is_own_N], temperature, entropy, own_kept), owners_N)
 
-    def _score_others(
+    def _score_rows(
         self,
         hidden_BTD: torch.Tensor,
         places: tuple[torch.Tensor, ...],
@@ -368,10 +365,13 @@ class PolicyLogprobs(nn.Module):
         targets: Targets | None,
         temperature: float,
         entropy: Entropy,
+        kept: KeptTokens | None,
     ) -> TokenScores:
-        """The scores of targets, in place of the rows' own ids or beside them; without any, of the most likely ids."""
-        if targets is None:
+        """The scores of the rows' own ids; of targets, in place of them or beside them; or of the most likely ids."""
+        if targets is None and self.num_top:
             return self._score_top(hidden_BTD, places, own_N, temperature)
+        if targets is None:
+            return self._score_at(hidden_BTD, places, own_N, temperature, entropy, kept)
         if targets.is_beside:
             return self._score_beside(hidden_BTD, places, own_N, targets.ids_N, temperature, entropy)
         return self._score_targets(hidden_BTD, places, targets, temperature)

@@ -485,10 +485,8 @@ def _subtract_distance(
 
 def _add_teachers(scored: Sequence[Sequence[ScoredRow]], weight: float) -> list[list[ScoredRow]]:
     """The rows with what their teachers say: in the advantages, or if they gave their most likely ids, as targets."""
-    teachers = [row.teacher for rows in scored for row in rows]
-    sizes = {each.top.token_ids.shape[1] for each in teachers if each is not None and each.top is not None}
-    if sizes:
-        return [[_add_teacher_ids(row, max(sizes)) for row in rows] for rows in scored]
+    if number := max((row.num_top for rows in scored for row in rows), default=0):
+        return [[_add_teacher_ids(row, number) for row in rows] for rows in scored]
     return [[_subtract_teacher(row, weight) for row in rows] for rows in scored]
 
 
