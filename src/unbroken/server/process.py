@@ -45,7 +45,7 @@ _ANSWER_S = 5.0
 StartEngine = Callable[[TextCodec, ImageProcessor | None, ImageLimits], Awaitable[Engine]]
 
 
-class MakeApp(Protocol):
+class _MakeApp(Protocol):
     """Makes the application, as `create_app` does."""
 
     def __call__(
@@ -63,7 +63,7 @@ class MakeApp(Protocol):
         ...
 
 
-def serve(options: ServeOptions, *, make_app: MakeApp = create_app, note: str = "") -> int:
+def serve(options: ServeOptions, *, make_app: _MakeApp = create_app, note: str = "") -> int:
     """Serve until SIGINT or SIGTERM, then give requests in flight `drain_s` to finish. Returns the exit status.
 
     `make_app` makes the application, by default one without sessions; `note` is printed when it serves.
@@ -117,7 +117,7 @@ async def run_server(
     model: str,
     tokenizer: str,
     start_engine: StartEngine,
-    make_app: MakeApp,
+    make_app: _MakeApp,
     note: str = "",
     listeners: Sequence[socket.socket] = (),
     report: Callable[[str], None] = _print_at_once,

@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
-class Resumable(Protocol):
+class _Resumable(Protocol):
     """The state of what samples, such as that of a `numpy` generator (`rng.bit_generator.state`)."""
 
     def state(self) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ class Checkpoints:
         every: int = 20,
         every_s: float | None = 600.0,
         num_kept: int = 2,
-        caller: Resumable | None = None,
+        caller: _Resumable | None = None,
     ) -> None:
         """Save every `every` steps, `every_s` seconds after the one before, after the first step and after the last;
         keep the newest `num_kept`.

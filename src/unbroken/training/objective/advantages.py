@@ -111,7 +111,7 @@ def reinforce_plus_plus(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
     return [(values - everything.mean()) / everything.std() for values in checked]
 
 
-def zero_advantages(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
+def _zero_advantages(groups: Sequence[Rewards]) -> list[NDArray[np.float64]]:
     """Nothing, whatever the rewards: for a teacher alone. Raises as `check_rewards` does."""
     return [np.zeros_like(check_rewards(rewards)) for rewards in groups]
 
@@ -265,7 +265,7 @@ ADVANTAGES: Mapping[str, Advantages] = {
     "reinforce_plus_plus": StepAdvantages(reinforce_plus_plus, compares_groups=True),
     "reinforce_plus_plus_baseline": StepAdvantages(reinforce_plus_plus_baseline),
     "gdpo": StepAdvantages(gdpo, of_parts=True),
-    "zero": StepAdvantages(zero_advantages, compares_groups=True),
+    "zero": StepAdvantages(_zero_advantages, compares_groups=True),
     "turn_grpo": TurnAdvantages(turn_grpo),
     "turn_returns": TurnAdvantages(turn_returns),
 }
