@@ -120,7 +120,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
+class _MemoryEstimate:
     """Bytes of one GPU."""
 
     weights: int
@@ -162,14 +162,14 @@ class MemoryEstimate:
 
 def estimate_memory(
     sizes: ModelSizes, config: TrainerConfig, layout: Layout, *, device_bytes: float, num_ids: int | None = None
-) -> MemoryEstimate:
+) -> _MemoryEstimate:
     """What one GPU needs. Passes have `num_ids`, or as many as the config says, or as a run would choose."""
     shards = layout.fsdp * layout.tensor
     experts = sizes.num_expert_parameters / max(shards, layout.expert)
     local = (sizes.num_parameters - sizes.num_expert_parameters) / shards + experts
     trained = sizes.adapter_widths * layout.lora_rank / shards if layout.lora_rank else local
     whole = local * (4 if layout.is_base_exact or not layout.lora_rank else 2)
-    estimate = MemoryEstimate(
+    estimate = _MemoryEstimate(
         weights=int(whole + 4 * trained if layout.lora_rank else whole),
         copies=int(whole) * layout.num_copies,
         gradients=int(4 * trained) * (2 if layout.is_replicated else 1),
@@ -233,7 +233,7 @@ def fits_beside_engine(
 
 def _find_remedies(
     sizes: ModelSizes, config: TrainerConfig, layout: Layout, *, device_bytes: float
-) -> Iterator[tuple[str, MemoryEstimate]]:
+) -> Iterator[tuple[str, _MemoryEstimate]]:
     """Settings with which it needs less, each with what it needs then."""
     changes: list[tuple[str, TrainerConfig, Layout]] = []
     if not config.gradient_checkpointing:
