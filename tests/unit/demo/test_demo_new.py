@@ -53,7 +53,7 @@ def test_without_a_model_a_tiny_one_is_copied_that_knows_the_task(tmp_path, caps
     assert main(["doctor", str(tmp_path / "words" / "task.toml")]) == 0
     shown = capsys.readouterr().out
     assert f"{tmp_path / 'words' / 'model'}, 0.11 M parameters" in shown
-    assert re.search(r"calls, 0 could not be read, 0 failed\n  turns   (\d+) of \1 turns end by themselves", shown)
+    assert re.search(r"the prompt shows them; \d+ calls\n  turns   (\d+) of \1 end by themselves\n", shown)
     # Of the demo: what the model was warmed up with is what the demo's tests look at.
     tokenizer = json.loads((tmp_path / "words" / "model" / "tokenizer.json").read_text())
     assert tokenizer == json.loads(build_tokenizer().backend_tokenizer.to_str())
@@ -72,6 +72,7 @@ def test_the_files_are_those_of_getting_started(tmp_path, model):
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs" / "getting-started.md").read_text(), re.DOTALL)
     write_task(tmp_path / "tiny")
     assert (tmp_path / "tiny" / "make_data.py").read_text() in blocks
+    assert (tmp_path / "tiny" / "train.py").read_text() in blocks
     for name in ("tools.py", "rewards.py"):
         assert (tmp_path / "words" / name).read_text() in blocks
     (shown,) = (tomllib.loads(block) for block in blocks if block.startswith("model = "))
