@@ -148,7 +148,7 @@ def test_a_gradient_for_which_memory_is_not_enough_is_said_before_it_ends_a_step
 
     monkeypatch.setattr(TrainerBackend, "forward_backward", fail)
     assert main(["doctor", str(task)]) == 0
-    said = "and the update, whose gradient failed: memory is not enough for a row of 99 ids"
+    said = "the update, whose gradient failed: memory is not enough for a row of 99 ids"
     assert said in capsys.readouterr().out
 
 
