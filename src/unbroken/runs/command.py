@@ -58,7 +58,7 @@ def add_train_parser(commands: Any) -> None:
     )
     _add_preflight(train)
     _add_recipe(train)
-    train.set_defaults(run=run_train, parser=train, advice="; nothing was begun")
+    train.set_defaults(run=_run_train, parser=train, advice="; nothing was begun")
 
 
 def add_sampler_parser(commands: Any) -> None:
@@ -495,7 +495,7 @@ def _read_recipe(arguments: argparse.Namespace) -> list[str]:
     return ["--environment", *arguments.env] if arguments.env else list(arguments.options)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
+def _run_train(arguments: argparse.Namespace) -> int:
     """Run the recipe, or print its help; returns the exit status."""
     options = _read_recipe(arguments)
     try:

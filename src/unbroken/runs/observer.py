@@ -57,12 +57,7 @@ class RunProgress:
 
         Its time says nothing of steps of the other kind: supervised ones, with which the run begins, sample nothing.
         """
-        shown = {name: f"{value:.3g}" for name, key in _SHOWN if (value := metrics.get(key)) is not None}
-        if "reward" in shown:
-            shown["reward"] += format_parts(metrics, r"reward/(?!kept_mean$)(.+)_mean")
-        if (metrics.get("mismatch/k3") or 0.0) < _ROUNDING:
-            shown.pop("mismatch k3", None)
-        parts = [f"{name} {text}" for name, text in shown.items()]
+        parts = _describe_numbers(metrics)
         for name, status in (("time-outs", "timeout"), ("failures", "failed")):
             if count := metrics.get(f"counters/status/{status}"):
                 parts.append(f"{name} {count}")
@@ -197,6 +192,16 @@ class TrainingObserver(RunObserver):
         if self._background is not None:
             return self._background.is_due(num_steps)
         return self._evaluations.is_due(num_steps, last=self._config.loop.num_steps)
+
+
+def _describe_numbers(metrics: Metrics) -> list[str]:
+    """The numbers of a step's line: the reward with its parts, its time, and what is not as it should be."""
+    shown = {name: f"{value:.3g}" for name, key in _SHOWN if (value := metrics.get(key)) is not None}
+    if "reward" in shown:
+        shown["reward"] += format_parts(metrics, r"reward/(?!kept_mean$)(.+)_mean")
+    if (metrics.get("mismatch/k3") or 0.0) < _ROUNDING:
+        shown.pop("mismatch k3", None)
+    return [f"{name} {text}" for name, text in shown.items()]
 
 
 def _format_cell(cell: Any) -> str:

@@ -16,12 +16,10 @@ from unbroken.runs.diagnosis.evidence import (
     Evidence,
     Numbers,
     RolloutNote,
-    Said,
     choose_evenly,
     read_evidence,
     read_object,
     read_run,
-    read_said,
 )
 from unbroken.runs.diagnosis.rules import Finding, diagnose
 from unbroken.runs.folder import DIAGNOSIS_FILE
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 class Diary:
     """Diagnoses a run while it runs: says what is found for the first time, and keeps in its folder what is found now.
 
-    `diagnosis.json` has the findings of the newest step, and all that were said, with the number of steps: a run that
-    continues says none of them again.
+    `diagnosis.json` has the findings of the newest step, and all that were said, with when: a run that continues
+    says none of them again.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -44,7 +42,7 @@ class Diary:
         self._evidence: Evidence | None = None
         """None before the first step, whose metrics are in the file by then, with those of earlier starts."""
         self._notes: tuple[RolloutNote, ...] = ()
-        self._said: list[Said] = []
+        self._said: dict[str, str] = {}
         self._kept: list[Finding] | None = None
 
     def see_rollouts(self, groups: Sequence[TrajectoryGroup]) -> None:
@@ -65,23 +63,24 @@ class Diary:
         if is_last:
             self._evidence = replace(self._evidence, ending=Ending(status="finished"))
         findings = diagnose(self._evidence)
-        known = {each.name for each in self._said}
-        new = [each for each in findings if each.name not in known]
+        new = [each for each in findings if each.name not in self._said]
         for each in new:
             self._say(format_finding(each, self._folder))
         number = self._evidence.num_steps
-        self._said += [Said(name=each.name, num_steps=number, sentence=each.sentence) for each in new]
+        self._said |= {each.name: f"after {number} step{'s' * (number != 1)}: {each.sentence}" for each in new}
         if findings != self._kept:
             self._kept = findings
             self._write()
 
     def _read_start(self) -> Evidence:
-        self._said = list(read_said(self._folder))
-        return read_run(self._folder, Ending(status="running"))
+        """The evidence so far, without what was said: it is neither found again nor said twice."""
+        evidence = read_run(self._folder, Ending(status="running"))
+        self._said = dict(evidence.said)
+        return replace(evidence, said={})
 
     def _write(self) -> None:
         """Write the file; a disk on which it cannot be written ends no run, as the metrics and checkpoints do."""
-        value = {"findings": [asdict(each) for each in self._kept or ()], "said": [asdict(each) for each in self._said]}
+        value = {"findings": [asdict(each) for each in self._kept or ()], "said": self._said}
         part = self._folder / f".{DIAGNOSIS_FILE}.part"
         with suppress(OSError):
             part.write_text(json.dumps(value, indent=1) + "\n", "utf-8")

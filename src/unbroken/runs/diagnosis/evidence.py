@@ -142,17 +142,6 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """What a run has said of itself."""
-
-    name: str
-    """Of the rule."""
-    num_steps: int
-    """Steps that the run had made."""
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All that a diagnosis looks at. `add_step` makes the next one."""
 
@@ -176,8 +165,8 @@ class Evidence:
     """At which is sampled; None if it is not known."""
     has_curriculum: bool = False
     """Whether problems are chosen by the results so far: the better the policy, the harder they may be."""
-    said: tuple[Said, ...] = ()
-    """What the run has said before; empty for the run itself, which says nothing twice."""
+    said: Mapping[str, str] = field(default_factory=dict)
+    """What the run has said, by the name of the rule, each with when: `after 5 steps: ...`."""
     is_evaluation: bool = False
     """Whether the only step is an evaluation, or the preflight of one: nothing is trained."""
     is_preflight: bool = False
@@ -219,7 +208,7 @@ def choose_evenly(groups: Sequence[Sequence[Any]], number: int = NUM_NOTES) -> l
 
 def read_evidence(folder: Path) -> Evidence:
     """Read the folder of a run or an evaluation, of one that ended, that runs, or whose process died."""
-    evidence = replace(read_run(folder, read_ending(folder)), said=read_said(folder))
+    evidence = read_run(folder, read_ending(folder))
     records = _read_newest(folder, FOLDER)
     if evidence.num_steps == 0 and not records and (evaluated := _read_evaluation(folder)):
         notes = tuple(map(RolloutNote.of, choose_evenly(_group(evaluated))))
@@ -235,23 +224,17 @@ def read_run(folder: Path, ending: Ending) -> Evidence:
         ending=ending,
         temperature=_read_number(known.get("rollouts.sampling.temperature")),
         has_curriculum=known.get("curriculum") is not None,
+        said=_read_said(folder),
     )
     for step in read_steps(folder):
         evidence = evidence.add_step(step)
     return evidence
 
 
-def read_said(folder: Path) -> tuple[Said, ...]:
-    """What the run in a folder has said of itself; what is damaged is left out."""
+def _read_said(folder: Path) -> dict[str, str]:
     said = (read_object(folder, DIAGNOSIS_FILE) or {}).get("said")
-    return tuple(
-        Said(name=name, num_steps=number, sentence=sentence[:_MAX_SENTENCE])
-        for each in (said if isinstance(said, list) else [])
-        if isinstance(each, dict)
-        and isinstance(name := each.get("name"), str)
-        and type(number := each.get("num_steps")) is int
-        and isinstance(sentence := each.get("sentence"), str)
-    )
+    items = said.items() if isinstance(said, dict) else ()
+    return {name: words[:_MAX_SENTENCE] for name, words in items if isinstance(words, str)}
 
 
 def read_steps(folder: Path) -> list[Numbers]:

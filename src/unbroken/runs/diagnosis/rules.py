@@ -73,9 +73,8 @@ class Finding:
 def diagnose(evidence: Evidence) -> list[Finding]:
     """All that the rules find, in the order of the table, and then what the run has said and is found no more."""
     found = {rule.name: sentence for rule in RULES if (sentence := rule.find(evidence)) is not None}
-    for said in evidence.said:
-        after = f"{said.num_steps} step{'s' * (said.num_steps != 1)}"
-        found.setdefault(said.name, f"earlier, after {after}: {said.sentence}")
+    for name, words in evidence.said.items():
+        found.setdefault(name, f"earlier, {words}")
     rules = {rule.name: rule for rule in RULES}
     return [
         Finding(name=name, sentence=sentence, advice=rules[name].advice, link=rules[name].link)
@@ -368,30 +367,28 @@ def _find_falling_part(evidence: Evidence) -> str | None:
     whole = _compare_ends(evidence, "reward/mean")
     if len(weights) < 2 or whole is None or whole.rise <= 2 * whole.error:
         return None
-    for name, weight in weights.items():
-        part = _compare_ends(evidence, f"reward/{name}_mean")
-        if part is None or weight == 0:
-            continue
-        fall = -part.rise if weight > 0 else part.rise  # of a punishment, more is worse
-        if fall > max(3 * part.error, 0.1 * max(abs(part.before), abs(part.after))):
-            return (
-                f"the reward rises from {whole.before:.3g} to {whole.after:.3g}, and its part {name} goes from "
-                f"{part.before:.3g} to {part.after:.3g} (weight {weight:g}): the policy gives it up for the others"
-            )
-    return None
+    falls = (_describe_fall(evidence, name, weight) for name, weight in weights.items())
+    fall = next(filter(None, falls), None)
+    if fall is None:
+        return None
+    return f"the reward rises from {whole.before:.3g} to {whole.after:.3g}, and {fall}: the policy gives it up"
+
+
+def _describe_fall(evidence: Evidence, name: str, weight: float) -> str | None:
+    """From where to where a part of the reward fell, if by more than chance; of a punishment, more is worse."""
+    part = _compare_ends(evidence, f"reward/{name}_mean")
+    if part is None or weight == 0:
+        return None
+    fall = -part.rise if weight > 0 else part.rise
+    if fall <= max(3 * part.error, 0.1 * max(abs(part.before), abs(part.after))):
+        return None
+    return f"its part {name} goes from {part.before:.3g} to {part.after:.3g} (weight {weight:g})"
 
 
 def _find_no_rise(evidence: Evidence) -> str | None:
     """The reward of a whole run is as it was, and no other rule says why."""
-    if evidence.has_curriculum or "teacher/kl" in evidence.newest:  # harder problems; another aim than the reward
-        return None
-    if not evidence.ending.is_over and evidence.num_steps < _LONG_RUN:
-        return None
-    found = _compare_ends(evidence, "reward/mean")
-    if found is None or _is_at_best(evidence, evidence.last[-_NUM_COMPARED:]):
-        return None
-    # A reward that rises in the first steps alone is above the first one; the largest of five rises is 2 by chance.
-    if found.rise > 2 * found.error or found.best_rise > 3:
+    found = _compare_ends(evidence, "reward/mean") if _should_rise(evidence) else None
+    if found is None or found.has_risen or _is_at_best(evidence, evidence.last[-_NUM_COMPARED:]):
         return None
     others = (rule for rule in RULES if rule.topic is Topic.LEARNING and rule.find is not _find_no_rise)
     if any(rule.find(evidence) is not None for rule in others):
@@ -401,6 +398,12 @@ def _find_no_rise(evidence: Evidence) -> str | None:
         f"the reward has {moved}: {found.before:.3g} in the first {_NUM_COMPARED} steps and {found.after:.3g} in the "
         f"last {_NUM_COMPARED}, with an error of {found.error:.2g}"
     )
+
+
+def _should_rise(evidence: Evidence) -> bool:
+    """Whether no more steps come, or many were made; and the reward, of problems like the first, is what is trained."""
+    is_long = evidence.ending.is_over or evidence.num_steps >= _LONG_RUN
+    return is_long and not evidence.has_curriculum and "teacher/kl" not in evidence.newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,6 +421,11 @@ class _Ends:
     def rise(self) -> float:
         return self.after - self.before
 
+    @property
+    def has_risen(self) -> bool:
+        """Also if it rose in the first steps alone: then it is above the first one. The best of five is 2 by chance."""
+        return self.rise > 2 * self.error or self.best_rise > 3
+
 
 def _compare_ends(evidence: Evidence, name: str) -> _Ends | None:
     """Compare a number's first steps with its newest; None with too few steps.
@@ -427,21 +435,19 @@ def _compare_ends(evidence: Evidence, name: str) -> _Ends | None:
     0 4 1 1 0 0, are 8/9 on average, which is twice a step's variance: the error of the difference is
     sqrt(4/9 * (1/5 + 1/5)) = 0.42.
     """
-    before, after = (
-        [float(each) for step in steps if (each := step.get(name)) is not None]
-        for steps in (evidence.first, evidence.last)
-    )
+    before, after = _list_values(evidence.first, name), _list_values(evidence.last, name)
     if len(before) < _NUM_COMPARED or len(after) < 2 * _NUM_COMPARED:
         return None
     variance = fmean((right - left) ** 2 for left, right in itertools.pairwise(after)) / 2
     newest = fmean(after[-_NUM_COMPARED:])
+    rises = [newest - fmean(before[:number]) for number in range(1, _NUM_COMPARED + 1)]
+    errors = [math.sqrt(variance * (1 / number + 1 / _NUM_COMPARED)) for number in range(1, _NUM_COMPARED + 1)]
+    best = max(rise / max(error, 1e-12) for rise, error in zip(rises, errors, strict=True))  # 0 if nothing varies
+    return _Ends(before=fmean(before), after=newest, error=errors[-1], best_rise=best)
 
-    def measure(number: int) -> tuple[float, float]:
-        return newest - fmean(before[:number]), math.sqrt(variance * (1 / number + 1 / _NUM_COMPARED))
 
-    rises = [measure(number) for number in range(1, _NUM_COMPARED + 1)]
-    best = max(math.inf if error == 0 < rise else rise / error if error else 0.0 for rise, error in rises)
-    return _Ends(before=fmean(before), after=newest, error=rises[-1][1], best_rise=best)
+def _list_values(steps: Sequence[Numbers], name: str) -> list[float]:
+    return [float(value) for step in steps if (value := step.get(name)) is not None]
 
 
 def _name_reason(steps: Sequence[Numbers], event: str) -> str:

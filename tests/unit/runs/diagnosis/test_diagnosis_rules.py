@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unbroken.runs.diagnosis.evidence import Ending, Evidence, RolloutNote, Said, choose_evenly
+from unbroken.runs.diagnosis.evidence import Ending, Evidence, RolloutNote, choose_evenly
 from unbroken.runs.diagnosis.rules import RULES, diagnose
 
 ROOT = Path(__file__).parents[4]
@@ -235,11 +235,11 @@ def test_a_part_falls_only_if_it_counts_for_the_reward_and_goes_against_its_weig
 
 
 def test_what_was_said_and_is_found_no_more_is_repeated_with_its_step():
-    said = (
-        Said(name="cut", num_steps=5, sentence="64 of 64 were cut"),
-        Said(name="no-rise", num_steps=20, sentence="it was flat"),
-        Said(name="of-another-version", num_steps=1, sentence="?"),
-    )
+    said = {
+        "cut": "after 5 steps: 64 of 64 were cut",
+        "no-rise": "after 20 steps: it was flat",
+        "of-another-version": "?",
+    }
     found = find(replace(observe(*record(FLAT_IN_20), ending="finished"), said=said))
     assert list(found) == ["no-rise", "cut"], "what is found now comes first, and once"
     assert found["cut"] == "earlier, after 5 steps: 64 of 64 were cut"
