@@ -155,14 +155,13 @@ unbroken train task.toml
 unbroken eval task.toml --model {model} --model runs/second    # before, after, each reward
 unbroken doctor runs/second    # what is wrong, and what to do
 ```
-The model sees the types and the docstring of the tool in `tools.py`. `train.py` does the same without a TOML file. The
-settings: `unbroken train task.toml --help`.
+`tools.py` has the tool, `train.py` the same task without a TOML file. Settings: `unbroken train task.toml --help`.
 """
 _README_OF_TINY = """
 ## What the tiny model can learn
-In 20 steps, a rule that is the same for all problems: which word to answer, how many lookups. Not one that depends on
-what a lookup returns, and no other prompts, tools or longer words: for these, put your own model into `task.toml`, a
-folder or a hub's name, with a learning rate of 1e-6.
+In 20 steps, a rule that is the same for all problems: after how many lookups to answer, and with which of their words.
+Rules that depend on what a lookup returns, other prompts and tools, and longer words need your own model: in
+`task.toml`, a folder or a hub's name, with a learning rate of 1e-6.
 """
 
 

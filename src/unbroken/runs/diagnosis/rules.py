@@ -390,14 +390,19 @@ def _find_no_rise(evidence: Evidence) -> str | None:
     found = _compare_ends(evidence, "reward/mean") if _should_rise(evidence) else None
     if found is None or found.has_risen or _is_at_best(evidence, evidence.last[-_NUM_COMPARED:]):
         return None
-    others = (rule for rule in RULES if rule.topic is Topic.LEARNING and rule.find is not _find_no_rise)
-    if any(rule.find(evidence) is not None for rule in others):
+    if _has_other_cause(evidence):
         return None
     moved = "fallen" if found.rise < -2 * found.error else "not risen by more than chance"
     return (
         f"the reward has {moved}: {found.before:.3g} in the first {_NUM_COMPARED} steps and {found.after:.3g} in the "
         f"last {_NUM_COMPARED}, with an error of {found.error:.2g}"
     )
+
+
+def _has_other_cause(evidence: Evidence) -> bool:
+    """Whether another rule says why nothing is learned."""
+    others = (rule for rule in RULES if rule.topic is Topic.LEARNING and rule.find is not _find_no_rise)
+    return any(rule.find(evidence) is not None for rule in others)
 
 
 def _should_rise(evidence: Evidence) -> bool:
