@@ -18,17 +18,21 @@ ROOT = Path(__file__).parents[1]
 LAST_HEADING = "## Your own task in ten minutes\n"
 EDITED = ("make_data.py", "tools.py", "rewards.py", "task.toml")
 TYPED = (
+    "unbroken new words\n",
+    "cd words\n",
+    "unbroken train task.toml\n",
     "second",  # in make_data.py: the answer is the word of the first lookup
-    "def one_lookup(messages):\n"
-    "    return [float(sum(each['role'] == 'tool' for each in talk) == 1) for talk in messages]\n",
-    '[[rewards]]\nfunction = "rewards.py:one_lookup"\nweight = 0.1\n',
+    "    return [float(sum(each['role'] == 'tool' for each in talk) == 1) for talk in messages]\n",  # if it is another
+    "second",  # in task.toml: the folder; the three # are removed by as many keys
+    "xxx",
     "python make_data.py\n",
-    "unbroken train task.toml --output runs/second\n",
+    "python test_rewards.py\n",
+    "unbroken train task.toml\n",
     "unbroken view runs/second\n",
     "unbroken eval task.toml --model model --model runs/second\n",
 )
 """An own task, if nothing of it is pasted."""
-MAX_WORDS, MAX_CHARACTERS = 1300, 600
+MAX_WORDS, MAX_CHARACTERS = 700, 600
 WORDS_A_MINUTE, CHARACTERS_A_MINUTE = 240, 200
 
 

@@ -71,7 +71,7 @@ def test_a_run_in_which_all_rollouts_time_out_says_so_and_stops(tmp_path, model,
     words = ["train", str(tmp_path / "recipe.toml"), f"--output={tmp_path / 'run'}", f"--model={model}"]
     assert main([*words, "--loop.num-steps=4", "--rollouts.limits.timeout-s=0.1"]) == 1
     printed = capsys.readouterr()
-    assert "step 0 (1 of 4)  reward 0  mismatch k3" in printed.out
+    assert "step 0 (1 of 4)  reward 0  s " in printed.out
     assert printed.out.count("time-outs 8") == 3
     assert "2 of 2 groups have equal rewards (the mean is 0); 8 of 8 rollouts timed out." in printed.err
     assert not (tmp_path / "run" / "final").exists()

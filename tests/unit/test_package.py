@@ -245,7 +245,7 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_traceback(monkeypatc
 
     reading, writing = os.pipe()
     os.close(reading)
-    monkeypatch.setattr(unbroken.runs.command, "run_train", run)
+    monkeypatch.setattr(unbroken.runs.command, "_run_train", run)
     with os.fdopen(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(["train", "recipe.toml"]) == 128 + signal.SIGPIPE
@@ -255,7 +255,7 @@ def test_a_connection_that_breaks_is_its_own_error_where_the_output_is_no_file(m
     def run(arguments):
         raise BrokenPipeError("the server went away")
 
-    monkeypatch.setattr(unbroken.runs.command, "run_train", run)
+    monkeypatch.setattr(unbroken.runs.command, "_run_train", run)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with pytest.raises(BrokenPipeError, match="the server went away"):
         main(["train", "recipe.toml"])

@@ -48,7 +48,7 @@ def _run_new(arguments: argparse.Namespace) -> int:
 
     files = write_task(arguments.folder, arguments.model)
     print(f"{arguments.folder}: {', '.join(files)}")
-    print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml (README.md says what to change)")
+    print(f"next: cd {shlex.quote(str(arguments.folder))} && unbroken train task.toml (then three edits: README.md)")
     return 0
 
 

@@ -1,9 +1,12 @@
 """`unbroken new NAME`: the task of docs/getting-started.md, in files that run as they are, and that a user changes.
 
+README.md                      which command does what, and what to edit
 make_data.py                   writes prompts.jsonl, the problems, and table.json, what the tool knows
 tools.py                       what the model may call
 rewards.py, test_rewards.py    what is rewarded, and its test
-task.toml, README.md           the model and the settings, and which command does what
+task.toml                      the model, the rewards and the settings: `unbroken train task.toml`
+train.py                       the same without a TOML file: `python train.py`
+.gitignore                     leaves out the runs
 model/                         the demo's tiny model, unless another is named
 
 The tiny model comes with the package (`words/`), because its warm-up takes 100 CPU seconds, and minutes beside other
@@ -39,7 +42,7 @@ while len(rows) < 256:
     if {first, second} & table.keys():
         continue
     table |= {first: {"next": second}, second: {"value": value}}
-    rows.append({"prompt": f'Start at "{first}".', "answer": value})
+    rows.append({"prompt": f'Start at "{first}".', "answer": value})  # EDIT 1
 with open("table.json", "w") as file:
     json.dump(table, file)
 with open("prompts.jsonl", "w") as file:
@@ -66,9 +69,14 @@ def lookup(key: str) -> dict[str, str]:
 _REWARDS = """\
 def correct(completions, answer):
     return [float(text.strip() == f'Answer: "{right}"') for text, right in zip(completions, answer)]
+
+
+# EDIT 2: your reward, a number for each conversation.
+def one_lookup(messages):
+    return [float(sum(each["role"] == "tool" for each in talk) == 1) for talk in messages]
 """
 _TEST = """\
-from rewards import correct
+from rewards import correct, one_lookup
 
 
 def test_only_the_right_answer_is_rewarded():
@@ -76,15 +84,21 @@ def test_only_the_right_answer_is_rewarded():
     assert correct(completions, answer=["pemi", "pemi", "pemi"]) == [1.0, 0.0, 0.0]
 
 
+def test_a_second_lookup_is_not_rewarded():
+    asked, found = {"role": "user", "content": "..."}, {"role": "tool", "content": '{"next": "bode"}'}
+    assert one_lookup([[asked], [asked, found], [asked, found, found]]) == [0.0, 1.0, 0.0]
+
+
 if __name__ == "__main__":
     test_only_the_right_answer_is_rewarded()
-    print("the reward is as its test says")
+    test_a_second_lookup_is_not_rewarded()
+    print("the rewards are as their tests say")
 """
 _SETTINGS = """\
 model = {model}
 data.file = "prompts.jsonl"
 tools = ["tools.py:lookup"]
-output = "runs/first"
+output = "runs/first"  # EDIT 3: another folder
 rollouts.sampling.max_tokens = {max_tokens}
 trainer.optimizer.learning_rate = {learning_rate}
 loop.num_steps = 20
@@ -92,55 +106,62 @@ evaluation.num_problems = 64
 
 [[rewards]]
 function = "rewards.py:correct"
+
+# EDIT 3: remove the #
+#[[rewards]]
+#function = "rewards.py:one_lookup"
+#weight = 0.5
+"""
+_SCRIPT = """\
+import json
+
+import unbroken
+from rewards import correct
+from tools import lookup
+
+rows = [json.loads(line) for line in open("prompts.jsonl")]
+result = unbroken.fit(
+    {model}, rows, tools=[lookup], steps=20, output="runs/fit",
+    rewards=[{{"function": correct}}],  # as in task.toml: {{"function": one_lookup, "weight": 0.5}}
+    rollouts={{"sampling": {{"max_tokens": {max_tokens}}}}}, evaluation={{"num_problems": 64}},
+    trainer={{"optimizer": {{"learning_rate": {learning_rate}}}}},
+)
+for line in result.evaluations:
+    print(line)
+"""
+_IGNORED = """\
+runs/
+__pycache__/
 """
 _README = """\
 # {name}
-The model looks up a word, then the word that it was given, and answers with the value: 1 if that is right, else 0.
+The model looks up a word, then the word that it got, and answers with its value: reward 1 if right, else 0.
 ```
-unbroken doctor task.toml       # samples 8 rollouts, and says what is wrong with them
-unbroken train task.toml        # trains{duration}
-unbroken view runs/first        # shows the run: curves, and each rollout
-unbroken eval task.toml --model {model} --model runs/first
+unbroken train task.toml      # {duration}
+unbroken view runs/first      # curves and rollouts, in a browser
 ```
 
-## Make it yours
-| to change | where |
-|---|---|
-| the problems | `make_data.py`: `python make_data.py` writes `prompts.jsonl`, and `table.json` of the tool |
-| the tool | `tools.py`: the model sees its types and its docstring |
-| the reward | `rewards.py`: it gets columns of the data by their names; `python test_rewards.py` tests it |
-| the model, the settings | `task.toml`; `unbroken train task.toml --help` describes them |
+## Your own task: three edits
+At the places marked `EDIT`. For example, answer with the word of the *first* lookup, and do no other:
 
-`unbroken train` continues the run in `runs/first`. After a change give it another folder:
-```
-unbroken train task.toml --output runs/second
-```
+1. `make_data.py`: the rows. Write `"answer": second`, and run it.
+2. `rewards.py`: a second reward; `one_lookup` is there. It may name `completions`, `messages`, columns of the rows.
+3. `task.toml`: `output = "runs/second"`, and `one_lookup` without the `#`. Rewards are added, each times its `weight`.
 
-To try: let the word of the first lookup be the answer (in `make_data.py` write `"answer": second`), and add a second
-reward, a tenth for one lookup and no more. At the end of `rewards.py`:
 ```
-def one_lookup(messages):
-    return [float(sum(each["role"] == "tool" for each in talk) == 1) for talk in messages]
+python make_data.py
+python test_rewards.py
+unbroken train task.toml
+unbroken eval task.toml --model {model} --model runs/second    # before, after, each reward
+unbroken doctor runs/second    # what is wrong, and what to do
 ```
-and at the end of `task.toml` (the reward is the sum, each times its `weight`):
-```
-[[rewards]]
-function = "rewards.py:one_lookup"
-weight = 0.1
-```
+`tools.py` has the tool, `train.py` the same task without a TOML file. Settings: `unbroken train task.toml --help`.
 """
 _README_OF_TINY = """
 ## What the tiny model can learn
-`model` has 0.1 million parameters and knows one task: `Start at "raka".`, calls of `lookup` with one `key`, and
-`Answer: "pemi"`, with words of two small syllables. In 20 steps it learns a rule that is the same for all problems:
-which of the words that it has seen to answer, or a number of lookups. It does not learn one that depends on what a
-lookup returns, and a second reward that wants what the first does not need is lost if its weight is small. Capitals,
-other words and other tools never come: for these put a model of your own into `task.toml`, by its name on the hub or
-its folder, and a learning rate of 1e-6.
-
-The same from Python, without files: `unbroken.fit` (docs/getting-started.md in the clone, "Without files").
-
-If other programs use the same cores, `export OMP_NUM_THREADS=1` makes it several times faster.
+In 20 steps, a rule that is the same for all problems: after how many lookups to answer, and with which of their words.
+Rules that depend on what a lookup returns, other prompts and tools, and longer words need your own model: in
+`task.toml`, a folder or a hub's name, with a learning rate of 1e-6.
 """
 
 
@@ -182,22 +203,24 @@ def _make_files(name: str, model: str | None) -> Mapping[str, str]:
     """The text of each file, by its name."""
     table, rows = _draw_problems(explanation=EXPLANATION if model else "")
     source = MODEL if model is None else str(Path(model).absolute()) if Path(model).is_dir() else model
-    settings = _SETTINGS.format(
-        model=json.dumps(source, ensure_ascii=False),
-        max_tokens=256 if model else 64,
-        learning_rate="1e-6" if model else "5e-4",  # a tenth of a million parameters takes more than a large model
-    )
+    values = {
+        "model": json.dumps(source, ensure_ascii=False),
+        "max_tokens": 256 if model else 64,
+        "learning_rate": "1e-6" if model else "5e-4",  # a tenth of a million parameters takes more than a large model
+    }
     return {
         "README.md": _README.format(
-            name=name, model=source, duration="" if model else " 20 steps, in about 40 CPU seconds"
+            name=name, model=source, duration="20 steps" if model else "20 steps, about 40 CPU seconds"
         )
         + ("" if model else _README_OF_TINY),
-        "task.toml": settings,
+        "task.toml": _SETTINGS.format(**values),
         "make_data.py": _DATA if model is None else _DATA.replace("\".'", f"\".' + {EXPLANATION!r}"),
         "prompts.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
         "rewards.py": _REWARDS,
         "test_rewards.py": _TEST,
         "tools.py": _TOOLS,
+        "train.py": _SCRIPT.format(**values),
+        ".gitignore": _IGNORED,
         "table.json": json.dumps(table),
     }
 

@@ -23,12 +23,27 @@ from unbroken.reports import format_json
 from unbroken.runs.processes import SAMPLER_KEY
 
 COMMON_FIELDS = (
-    *("model", "data.file", "environment", "output", "seed", "algorithm", "loop.num_steps", "loop.max_staleness"),
-    *("rollouts.problems_per_step", "rollouts.group_size", "rollouts.sampling.max_tokens", "rollouts.limits.max_turns"),
-    *("trainer.optimizer.learning_rate", "trainer.kl_weight", "trainer.tokens_per_micro_batch", "lora.rank"),
-    *("engine.kind", "engine.urls", "evaluation.num_problems", "evaluation.every", "checkpoints.every"),
+    *("output", "loop.num_steps", "trainer.optimizer.learning_rate", "rollouts.problems_per_step"),
+    *("rollouts.group_size", "rollouts.sampling.max_tokens", "rollouts.sampling.temperature"),
+    *("rollouts.limits.max_turns", "evaluation.num_problems", "evaluation.every", "model", "data.file", "tools"),
+    *("rewards", "environment", "algorithm", "seed", "loop.max_staleness", "trainer.kl_weight"),
+    *("trainer.tokens_per_micro_batch", "lora.rank", "engine.kind", "engine.urls", "checkpoints.every"),
 )
-"""Fields that `unbroken train RECIPE --help` describes; `--help-all` describes all."""
+"""Fields that `unbroken train RECIPE --help` describes, those of a first hour first; `--help-all` describes all."""
+_TRAIN_EPILOG = """\
+settings of a first hour, each also a line of a TOML file (output = "runs/second"):
+  --output FOLDER                       of the run; a run that is there is continued
+  --loop.num-steps N                    how long
+  --trainer.optimizer.learning-rate X   1e-6 for billions of weights, 5e-4 for the tiny model of `unbroken new`
+  --rollouts.problems-per-step N        prompts of a step
+  --rollouts.group-size N               rollouts of each, whose rewards are compared
+  --rollouts.sampling.max-tokens N      of a reply
+  --evaluation.num-problems N           evaluated before the first step and after the last
+  --model MODEL                         a folder or a hub's name
+
+unbroken train RECIPE --help            the most common settings, and their values in RECIPE
+unbroken train RECIPE --help-all        every setting
+unbroken new NAME                       write a recipe to start from"""
 
 
 def add_train_parser(commands: Any) -> None:
@@ -36,13 +51,14 @@ def add_train_parser(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train with a recipe: a Python file, or a TOML file with values for one; or on an environment",
-        description="Train with a recipe, or on an environment. `unbroken train RECIPE --help` and "
-        "`unbroken train --env NAME --help` list the settings.",
+        description="Train with a recipe, or on an environment.",
+        epilog=_TRAIN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_preflight(train)
     _add_recipe(train)
-    train.set_defaults(run=run_train, parser=train, advice="; nothing was begun")
+    train.set_defaults(run=_run_train, parser=train, advice="; nothing was begun")
 
 
 def add_sampler_parser(commands: Any) -> None:
@@ -478,7 +494,7 @@ def _read_recipe(arguments: argparse.Namespace) -> list[str]:
     return ["--environment", *arguments.env] if arguments.env else list(arguments.options)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
+def _run_train(arguments: argparse.Namespace) -> int:
     """Run the recipe, or print its help; returns the exit status."""
     options = _read_recipe(arguments)
     try:

@@ -280,7 +280,7 @@ class EvaluationConfig:
     """Evaluations before the first step, after the last, and by choice between, in `evaluation.jsonl`."""
 
     num_problems: int = 0
-    """Problems of a set that has no number of its own, the same in every evaluation; 0 for no evaluation."""
+    """Problems that are evaluated, the same each time, of a set without a number of its own; 0 for no evaluation."""
     num_samples: int = 1
     """Rollouts of each problem, for pass@k and a smaller error."""
     every: int = 0

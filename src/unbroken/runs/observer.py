@@ -20,7 +20,7 @@ from unbroken.runs.config import RunConfig
 from unbroken.runs.diagnosis.diary import Diary
 from unbroken.runs.engines import RunEngine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
-from unbroken.runs.evaluation.schedule import Evaluations
+from unbroken.runs.evaluation.schedule import Evaluations, format_parts
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.policy_check import PolicyCheck
 from unbroken.runs.profiler import StepProfiler
@@ -29,6 +29,15 @@ from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.trainer import Trainer
 
+_SHOWN = (
+    ("reward", "reward/mean"),
+    ("supervised loss", "supervised/loss"),
+    ("mismatch k3", "mismatch/k3"),
+    ("s", "seconds/step"),
+)
+"""What the line of a step begins with, and the metrics."""
+_ROUNDING = 1e-4
+"""A mismatch below is that of float32's rounding, and is in the metrics only."""
 MAX_SHOWN = 600
 """Characters of a completion that are shown."""
 
@@ -48,9 +57,7 @@ class RunProgress:
 
         Its time says nothing of steps of the other kind: supervised ones, with which the run begins, sample nothing.
         """
-        supervised = ("supervised loss", "supervised/loss")
-        numbers = (("reward", "reward/mean"), supervised, ("mismatch k3", "mismatch/k3"), ("s", "seconds/step"))
-        parts = [f"{name} {value:.3g}" for name, key in numbers if (value := metrics.get(key)) is not None]
+        parts = _describe_numbers(metrics)
         for name, status in (("time-outs", "timeout"), ("failures", "failed")):
             if count := metrics.get(f"counters/status/{status}"):
                 parts.append(f"{name} {count}")
@@ -189,6 +196,16 @@ class TrainingObserver(RunObserver):
         if self._background is not None:
             return self._background.is_due(num_steps)
         return self._evaluations.is_due(num_steps, last=self._config.loop.num_steps)
+
+
+def _describe_numbers(metrics: Metrics) -> list[str]:
+    """The numbers of a step's line: the reward with its parts, its time, and what is not as it should be."""
+    shown = {name: f"{value:.3g}" for name, key in _SHOWN if (value := metrics.get(key)) is not None}
+    if "reward" in shown:
+        shown["reward"] += format_parts(metrics, r"reward/(?!kept_mean$)(.+)_mean")
+    if (metrics.get("mismatch/k3") or 0.0) < _ROUNDING:
+        shown.pop("mismatch k3", None)
+    return [f"{name} {text}" for name, text in shown.items()]
 
 
 def _format_cell(cell: Any) -> str:

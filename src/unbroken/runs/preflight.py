@@ -12,6 +12,7 @@ is wrong is said by the rules of the diagnosis (`runs.diagnosis.rules`), as of t
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from unbroken.runs.diagnosis.diary import format_finding
 from unbroken.runs.diagnosis.evidence import Evidence, Numbers, RolloutNote, count_records
 from unbroken.runs.diagnosis.rules import diagnose
 from unbroken.runs.records.record import make_record
-from unbroken.training.metrics.step_log import measure_memory
+from unbroken.training.metrics.step_log import measure_machine
 from unbroken.types import FinishReason, TrainingSample
 
 NUM_ROLLOUTS = 8
@@ -72,7 +73,7 @@ class Preflight:
         size = min(_MAX_GROUP, most)
         num_groups = -(-NUM_ROLLOUTS // size)
         console.print(
-            f"preflight: {num_groups * size} rollouts are sampled (--preflight false leaves it out)",
+            f"preflight: {num_groups * size} rollouts that count nowhere",
             soft_wrap=True,
             highlight=False,
         )
@@ -94,7 +95,7 @@ class Preflight:
         records = [
             make_record(group.group_id, each, [], data=group.data) for group in groups for each in group.trajectories
         ]
-        numbers = {**count_records(records), **measure_memory()}
+        numbers = {**count_records(records), **measure_machine()}
         notes = tuple(map(RolloutNote.of, records))
         evidence = Evidence(
             is_preflight=True,
@@ -114,13 +115,13 @@ class Preflight:
     def _describe_means(self) -> dict[str, str]:
         config, problems = self.config, self.sampler.problems
         rows = "without end" if problems.num_problems is None else f"{problems.num_problems}"
-        step = f"{config.rollouts.problems_per_step} x {config.rollouts.group_size}"
+        step = f"{config.rollouts.problems_per_step} x {config.rollouts.group_size} rollouts"
         processes = "" if self.num_processes == 1 else f", {self.num_processes} processes"
         return {
-            "device": f"{_name_device(self.model)}, engine {config.engine.kind}{processes}",
+            "device": f"{_name_device(self.model)}, engine {config.engine.kind}{processes}{_describe_load(self.model)}",
             "model": f"{self.source}{_describe_size(self.model)}",
             **({"teacher": ", ".join(config.teacher.models)} if config.teacher and self.trains else {}),
-            "rows": f"{rows}; {step} rollouts a step, {config.loop.num_steps} steps" if self.trains else rows,
+            "rows": f"{rows}; {step} a step, {config.loop.num_steps} steps" if self.trains else rows,
             "output": str(config.output),
         }
 
@@ -138,7 +139,8 @@ class Preflight:
             round(numbers.get(name) or 0) for name in ("rollout/num_tool_calls", "counters/parse_failures")
         )
         failed = round(numbers.get("counters/tool_errors") or 0)
-        return f"{', '.join(list_names(tools))}: {seen}; {calls} calls, {unread} could not be read, {failed} failed"
+        wrong = [f"{unread} could not be read"] * (unread > 0) + [f"{failed} failed"] * (failed > 0)
+        return f"{', '.join(list_names(tools))}: {seen}; {', '.join([f'{calls} calls', *wrong])}"
 
     def _estimate(self, numbers: Numbers, seconds: float, update: _UpdateCost | None) -> dict[str, str]:
         """What a step will cost, by the rollouts and the gradient that were measured."""
@@ -153,12 +155,11 @@ class Preflight:
             spent, rest = f"the update, {why}", f"gradients and optimizer{shards}, besides the activations of a pass"
         else:
             update_s = update.seconds * per_step / update.num_rollouts * self.config.trainer.num_iterations
-            spent = f"{update_s:.2g} s of updates (a gradient of {update.num_ids} ids took {update.seconds:.2g} s)"
-            bytes_left, rest = _OPTIMIZER_BYTES * trained, "the optimizer; passes of more ids take more"
+            spent = f"{update_s:.2g} s of updates"
+            bytes_left, rest = _OPTIMIZER_BYTES * trained, "the optimizer"
         return {
-            "a step": f"an estimate: {seconds:.2g} s (all rollouts at once) to {slowest_s:.2g} s (as fast as these) of "
-            f"sampling, and {spent}",
-            "memory": f"an estimate: {_format_bytes(peak)} so far, and about {_format_bytes(bytes_left)} for {rest}",
+            "a step": f"about {seconds:.2g} to {slowest_s:.2g} s of sampling, {spent}",
+            "memory": f"about {_format_bytes(peak)} so far, {_format_bytes(bytes_left)} for {rest}",
         }
 
 
@@ -167,8 +168,6 @@ class _UpdateCost:
     """What the gradient of some rollouts took."""
 
     num_rollouts: int
-    num_ids: int
-    """Of their rows, prompts included."""
     seconds: float = 0.0
     error: str = ""
     """Why the gradient could not be computed."""
@@ -186,7 +185,6 @@ def _measure_update(trainer: Any, groups: Sequence[TrajectoryGroup]) -> _UpdateC
     samples, num_rollouts = _choose_rows(groups)
     if not samples:
         return None
-    num_ids = sum(len(sample.token_ids) for sample in samples)
     backend, seconds = trainer.backend, 0.0
     device = backend.accelerator.device
     size, rows = backend.passes.size, [ScoredRow(sample=each, old_logprobs=each.rollout_logprobs) for each in samples]
@@ -198,11 +196,11 @@ def _measure_update(trainer: Any, groups: Sequence[TrajectoryGroup]) -> _UpdateC
                     backend.forward_backward(rows, _mean_logprob, weights=[1.0] * len(rows))
                     seconds = time.perf_counter() - began_s
     except TrainingError as error:  # memory was not enough for one row
-        return _UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, error=str(error))
+        return _UpdateCost(num_rollouts=num_rollouts, error=str(error))
     finally:
         backend.passes.size = size
         backend.policy.zero_grad(set_to_none=True)
-    return _UpdateCost(num_rollouts=num_rollouts, num_ids=num_ids, seconds=seconds)
+    return _UpdateCost(num_rollouts=num_rollouts, seconds=seconds)
 
 
 def _mean_logprob(scores: Any, batch: Any) -> tuple[Any, None]:
@@ -232,12 +230,24 @@ def _name_device(model: Any) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
+def _describe_load(model: Any) -> str:
+    """What to do where other programs have the cores: torch's threads wait for each other, and a step takes longer."""
+    import torch
+
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    is_on_cpu = model is not None and next(model.parameters()).device.type == "cpu"
+    if not is_on_cpu or torch.get_num_threads() == 1 or load < 1.5 * cores:
+        return ""
+    return f"; other programs are on its cores (load {load:.1f} of {cores}): OMP_NUM_THREADS=1 before the command helps"
+
+
 def _describe_turns(groups: Sequence[TrajectoryGroup], numbers: Numbers) -> str:
     turns = [turn for group in groups for each in group.trajectories for turn in each.turns]
     ended = sum(turn.sequence.finish_reason is FinishReason.STOP for turn in turns)
     cut = sum(round(numbers.get(f"counters/status/{name}") or 0) for name in ("truncated", "max_tokens"))
     whole = numbers["rollout/num_trajectories"]
-    return f"{ended} of {len(turns)} turns end by themselves; {cut} of {whole} rollouts are cut ({cut / whole:.0%})"
+    words = f"{ended} of {len(turns)} end by themselves"
+    return f"{words}; {cut} of {whole} rollouts are cut ({cut / whole:.0%})" if cut else words
 
 
 def _describe_rewards(groups: Sequence[TrajectoryGroup], numbers: Numbers) -> str:
@@ -248,18 +258,18 @@ def _describe_rewards(groups: Sequence[TrajectoryGroup], numbers: Numbers) -> st
     differ = sum(len(set(rewards)) > 1 for rewards in compared)
     bounds = f"{numbers['reward/min']:.4g} to {numbers['reward/max']:.4g}"
     within = f"; they differ within {differ} of {len(compared)} groups" if compared else ""
-    return f"{bounds}, mean {numbers['reward/mean']:.3g}{within}{_describe_parts(groups)}"
+    return f"{bounds}, mean {numbers['reward/mean']:.3g}{_describe_parts(groups)}{within}"
 
 
 def _describe_parts(groups: Sequence[TrajectoryGroup]) -> str:
-    """The mean and the spread of each part, where there are several: their sum hides one that is always 0."""
+    """The mean and spread of each part before its weight, where there are several: their sum may hide one."""
     parts: dict[str, list[float]] = {}
     for each in (each for group in groups for each in group.trajectories):
         for name, value in each.reward_parts.items():
             if isinstance(value, (int, float)):  # an environment may note others
                 parts.setdefault(name, []).append(float(value))
     shown = (f"{name} {fmean(values):.3g} ± {pstdev(values):.2g}" for name, values in parts.items())
-    return f"; each function before its weight: {', '.join(shown)}" if len(parts) > 1 else ""
+    return f" ({', '.join(shown)})" if len(parts) > 1 else ""
 
 
 def _describe_size(model: Any) -> str:

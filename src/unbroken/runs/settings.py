@@ -322,12 +322,12 @@ def format_help(top: Section, values: Mapping[str, Any], *, command: str, doc: s
 def _format_short(top: Section, values: Mapping[str, Any], shown: Collection[str]) -> Iterator[str]:
     """The first sentences of these fields, and the names of the others."""
     wrap = functools.partial(textwrap.wrap, width=118, subsequent_indent=" " * 6, break_on_hyphens=False)
-    yield from ("", "The most common fields (--help-all describes all of them):")
+    yield from ("", "The most common fields, those of a first hour first; each is a line of the TOML file too:")
     for field in filter(None, map(top.all_fields().get, shown)):
         (line, *_) = _format_field(field, values.get(field.name, field.default))
         sentence = re.split(r"(?<=[.;]) ", field.doc)[0].rstrip(";") if field.doc[:1].isupper() else ""
         yield from wrap(f"{line}  {sentence}")
-    yield from ("", "All others:")
+    yield from ("", "All others, which --help-all describes:")
     listed: dict[type[Any], str] = {}
     for section in top.all_sections():
         rest = _names(field for field in section.fields if field.name not in shown)

@@ -110,7 +110,7 @@ class OptimizerConfig:
 
     name: OptimizerName = OptimizerName.ADAMW
     learning_rate: float = 1e-6
-    """The highest, which the warm-up ends with. Lower it where the reward falls for good, and raise it where
+    """The highest of the run, after its warm-up. Lower it where the reward falls for good, and raise it where
     nothing changes; LoRA takes a higher one than a whole model."""
     weight_decay: float = 0.0
     """AdamW's: the share of each weight, times the learning rate, that an update takes away. For weights that grow."""

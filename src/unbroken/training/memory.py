@@ -20,7 +20,14 @@ from torch import nn
 
 from unbroken.decoder_config import DecoderConfig
 from unbroken.training.config import OptimizerName, TrainerConfig
-from unbroken.training.model.lanes import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, MIN_PASS_IDS, WIDE, choose_pass_size
+from unbroken.training.model.lanes import (
+    MAX_COMPILED_PASS_IDS,
+    MAX_PASS_IDS,
+    MIN_PASS_IDS,
+    USABLE_SHARE,
+    WIDE,
+    choose_pass_size,
+)
 
 GIB = 2**30
 _OF_PROCESS = GIB

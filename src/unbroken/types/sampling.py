@@ -123,7 +123,7 @@ class SamplingParams:
     """Maximum number of tokens to sample, stop token included; in a rollout, of one turn. Raise it where turns are cut
     (`counters/truncations`)."""
     temperature: float = 1.0
-    """Within `TEMPERATURE_RANGE`; or 0 for greedy sampling, with the logprobs of temperature 1."""
+    """How random the sampling is, from 0.01 to 100; or 0 for greedy sampling, with the logprobs of temperature 1."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0

@@ -16,6 +16,7 @@ from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.demo.model import build_tokenizer
 from unbroken.demo.new import write_task
+from unbroken.runs.recipe import load_recipe
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,7 +54,7 @@ def test_without_a_model_a_tiny_one_is_copied_that_knows_the_task(tmp_path, caps
     assert main(["doctor", str(tmp_path / "words" / "task.toml")]) == 0
     shown = capsys.readouterr().out
     assert f"{tmp_path / 'words' / 'model'}, 0.11 M parameters" in shown
-    assert re.search(r"calls, 0 could not be read, 0 failed\n  turns   (\d+) of \1 turns end by themselves", shown)
+    assert re.search(r"the prompt shows them; \d+ calls\n  turns   (\d+) of \1 end by themselves\n", shown)
     # Of the demo: what the model was warmed up with is what the demo's tests look at.
     tokenizer = json.loads((tmp_path / "words" / "model" / "tokenizer.json").read_text())
     assert tokenizer == json.loads(build_tokenizer().backend_tokenizer.to_str())
@@ -67,11 +68,47 @@ def test_the_program_that_writes_the_data_writes_what_is_there(tmp_path, model):
         assert {each.name: each.read_bytes() for each in (tmp_path / name).iterdir() if each.is_file()} == before
 
 
+def test_the_three_edits_that_are_marked_make_the_task_that_the_readme_describes(tmp_path):
+    write_task(task := tmp_path / "words")
+    edits = {
+        "make_data.py": [('"answer": value})  # EDIT 1', '"answer": second})')],
+        "task.toml": [('"runs/first"  # EDIT 3: another folder', '"runs/second"'), ("\n#[[", "\n[[")]
+        + [(f"#{name}", name) for name in ("function", "weight")],
+    }
+    for name, changes in edits.items():
+        text = (task / name).read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        (task / name).write_text(text)
+    assert (task / "rewards.py").read_text().count("EDIT 2") == 1
+    subprocess.run([sys.executable, "make_data.py"], cwd=task, check=True)
+    table = json.loads((task / "table.json").read_text())
+    for row in map(json.loads, (task / "prompts.jsonl").read_text().splitlines()):
+        assert table[row["prompt"].split('"')[1]] == {"next": row["answer"]}
+    rewards = load_recipe(task / "task.toml").configure(()).rewards
+    weights = {each.function.name: each.weight for each in rewards}
+    assert weights == {"rewards.py:correct": 1.0, "rewards.py:one_lookup": 0.5}
+
+
+def test_git_leaves_out_the_runs_of_a_new_folder_and_nothing_that_it_needs(tmp_path):
+    write_task(task := tmp_path / "words")
+    (task / "runs" / "first").mkdir(parents=True)
+    (task / "runs" / "first" / "log").write_text("")
+    subprocess.run(["git", "init", "--quiet"], cwd=task, check=True)
+    shown = subprocess.run(
+        ["git", "status", "--short", "-uall"], cwd=task, capture_output=True, text=True, check=True
+    ).stdout
+    assert "model/model.safetensors" in shown
+    assert "runs/" not in shown
+
+
 def test_the_files_are_those_of_getting_started(tmp_path, model):
     write_task(tmp_path / "words", str(model))
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs" / "getting-started.md").read_text(), re.DOTALL)
     write_task(tmp_path / "tiny")
     assert (tmp_path / "tiny" / "make_data.py").read_text() in blocks
+    assert (tmp_path / "tiny" / "train.py").read_text() in blocks
     for name in ("tools.py", "rewards.py"):
         assert (tmp_path / "words" / name).read_text() in blocks
     (shown,) = (tomllib.loads(block) for block in blocks if block.startswith("model = "))

@@ -19,8 +19,7 @@ from unbroken.runs.diagnosis.evidence import (
     choose_evenly,
     read_evidence,
     read_object,
-    read_steps,
-    read_temperature,
+    read_run,
 )
 from unbroken.runs.diagnosis.rules import Finding, diagnose
 from unbroken.runs.folder import DIAGNOSIS_FILE, RECIPE_FILE
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 class Diary:
     """Diagnoses a run while it runs: says what is found for the first time, and keeps in its folder what is found now.
 
-    `diagnosis.json` has the findings of the newest step, and the names of all that were said: a run that continues
+    `diagnosis.json` has the findings of the newest step, and all that were said, with when: a run that continues
     says none of them again.
     """
 
@@ -43,7 +42,7 @@ class Diary:
         self._evidence: Evidence | None = None
         """None before the first step, whose metrics are in the file by then, with those of earlier starts."""
         self._notes: tuple[RolloutNote, ...] = ()
-        self._said: list[str] = []
+        self._said: dict[str, str] = {}
         self._kept: list[Finding] | None = None
 
     def see_rollouts(self, groups: Sequence[TrajectoryGroup]) -> None:
@@ -67,18 +66,17 @@ class Diary:
         new = [each for each in findings if each.name not in self._said]
         for each in new:
             self._say(format_finding(each, self._folder))
-        self._said += [each.name for each in new]
+        number = self._evidence.num_steps
+        self._said |= {each.name: f"after {number} step{'s' * (number != 1)}: {each.sentence}" for each in new}
         if findings != self._kept:
             self._kept = findings
             self._write()
 
     def _read_start(self) -> Evidence:
-        evidence = Evidence(ending=Ending(status="running"), temperature=read_temperature(self._folder))
-        for each in read_steps(self._folder):
-            evidence = evidence.add_step(each)
-        said = (read_object(self._folder, DIAGNOSIS_FILE) or {}).get("said")
-        self._said = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
-        return evidence
+        """The evidence so far, without what was said: it is neither found again nor said twice."""
+        evidence = read_run(self._folder, Ending(status="running"))
+        self._said = dict(evidence.said)
+        return replace(evidence, said={})
 
     def _write(self) -> None:
         """Write the file; a disk on which it cannot be written ends no run, as the metrics and checkpoints do."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import is_running
-from unbroken.runs.folder import RECIPE_FILE, find_state
+from unbroken.runs.folder import DIAGNOSIS_FILE, RECIPE_FILE, find_state
 from unbroken.runs.process_file import PROCESS_FILE, count_memory_kills, read_boot
 from unbroken.runs.records.files import FOLDER, find_conversation, find_expected, find_records, join_texts, read_records
 from unbroken.untrusted import open_inside, read_json
@@ -39,7 +39,7 @@ _MAX_RECORDS = 2000
 """Of an evaluation."""
 _MAX_BYTES, _MAX_LINE_BYTES, _MAX_OBJECT_BYTES = 512 << 20, 1 << 20, 10 << 20
 _MAX_PROBLEMS = 20
-_MAX_TEXT = 200
+_MAX_TEXT, _MAX_SENTENCE = 200, 2000
 _FAILED_CALL = "Error: "
 """How a tool's answer begins if the tool failed (`rollout.tools`)."""
 
@@ -67,6 +67,8 @@ class RolloutNote:
     has_tools: bool = False
     has_advantage: bool = False
     """Whether an id of it was trained with an advantage that is not 0."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """What each part of the reward was multiplied by, by its name; other parts are notes of an environment."""
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> RolloutNote:
@@ -88,7 +90,13 @@ class RolloutNote:
             unread_call=next((str(call)[:_MAX_TEXT] for call in unread), None),
             has_tools=bool(record.get("tools")),
             has_advantage=_has_advantage(record.get("rows") or ()),
+            weights=_read_weights(record.get("reward_weights")),
         )
+
+
+def _read_weights(weights: Any) -> dict[str, float]:
+    items = weights.items() if isinstance(weights, dict) else ()
+    return {str(name): number for name, value in items if (number := _read_number(value)) is not None}
 
 
 def _has_advantage(rows: Iterable[Mapping[str, Any]]) -> bool:
@@ -156,6 +164,10 @@ class Evidence:
     ending: Ending = field(default_factory=Ending)
     temperature: float | None = None
     """At which is sampled; None if it is not known."""
+    has_curriculum: bool = False
+    """Whether problems are chosen by the results so far: the better the policy, the harder they may be."""
+    said: Mapping[str, str] = field(default_factory=dict)
+    """What the run has said, by the name of the rule, each with when: `after 5 steps: ...`."""
     is_evaluation: bool = False
     """Whether the only step is an evaluation, or the preflight of one: nothing is trained."""
     is_preflight: bool = False
@@ -197,14 +209,33 @@ def choose_evenly(groups: Sequence[Sequence[Any]], number: int = NUM_NOTES) -> l
 
 def read_evidence(folder: Path) -> Evidence:
     """Read the folder of a run or an evaluation, of one that ended, that runs, or whose process died."""
-    evidence = Evidence(ending=read_ending(folder), temperature=read_temperature(folder))
-    for step in read_steps(folder):
-        evidence = evidence.add_step(step)
+    evidence = read_run(folder, read_ending(folder))
     records = _read_newest(folder, FOLDER)
     if evidence.num_steps == 0 and not records and (evaluated := _read_evaluation(folder)):
         notes = tuple(map(RolloutNote.of, choose_evenly(_group(evaluated))))
         return replace(evidence, is_evaluation=True).add_step(count_records(evaluated), notes=notes)
     return replace(evidence, notes=tuple(map(RolloutNote.of, choose_evenly(_group(records)))))
+
+
+def read_run(folder: Path, ending: Ending) -> Evidence:
+    """The evidence of a run's settings and its steps' metrics, without its rollouts."""
+    settings = (read_object(folder, RECIPE_FILE) or {}).get("settings")
+    known = settings if isinstance(settings, dict) else {}
+    evidence = Evidence(
+        ending=ending,
+        temperature=_read_number(known.get("rollouts.sampling.temperature")),
+        has_curriculum=known.get("curriculum") is not None,
+        said=_read_said(folder),
+    )
+    for step in read_steps(folder):
+        evidence = evidence.add_step(step)
+    return evidence
+
+
+def _read_said(folder: Path) -> dict[str, str]:
+    said = (read_object(folder, DIAGNOSIS_FILE) or {}).get("said")
+    items = said.items() if isinstance(said, dict) else ()
+    return {name: words[:_MAX_SENTENCE] for name, words in items if isinstance(words, str)}
 
 
 def read_steps(folder: Path) -> list[Numbers]:
@@ -214,12 +245,6 @@ def read_steps(folder: Path) -> list[Numbers]:
         if type(step := line.get("step")) is int:
             steps[step] = {name: _read_number(each) for name, each in line.items()}
     return [steps[step] for step in sorted(steps)]
-
-
-def read_temperature(folder: Path) -> float | None:
-    """At which temperature a run samples, by the settings in its folder; None if they do not say it."""
-    settings = (read_object(folder, RECIPE_FILE) or {}).get("settings")
-    return _read_number(settings.get("rollouts.sampling.temperature")) if isinstance(settings, dict) else None
 
 
 def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:

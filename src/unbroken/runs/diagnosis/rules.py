@@ -7,6 +7,7 @@ rollouts, and one about learning is silent while the reward rises. To add one, w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ _LOW_TEMPERATURE = 0.5
 """Below, an id with twice the probability of another is sampled more than four times as often."""
 _MIN_WALL_S = 5.0
 """A step that is shorter is fast enough."""
+_BUSY_CORES = 1.5
+"""Load for each core: the run's own threads make up to 1."""
+_NUM_COMPARED = 5
+"""Of so many first steps, and so many newest ones, means are compared."""
+_LONG_RUN = 100
+"""Steps after which a run that goes on should have learned something."""
 
 
 class Topic(StrEnum):
@@ -65,12 +72,15 @@ class Finding:
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """All that the rules find, in the order of the table."""
-    found = ((rule, rule.find(evidence)) for rule in RULES)
+    """All that the rules find, in the order of the table, and then what the run has said and is found no more."""
+    found = {rule.name: sentence for rule in RULES if (sentence := rule.find(evidence)) is not None}
+    for name, words in evidence.said.items():
+        found.setdefault(name, f"earlier, {words}")
+    rules = {rule.name: rule for rule in RULES}
     return [
-        Finding(name=rule.name, sentence=sentence, advice=rule.advice, link=rule.link)
-        for rule, sentence in found
-        if sentence is not None
+        Finding(name=name, sentence=sentence, advice=rules[name].advice, link=rules[name].link)
+        for name, sentence in found.items()
+        if name in rules  # another version may have said what no rule of this one is
     ]
 
 
@@ -352,6 +362,100 @@ def _find_unused_tools(evidence: Evidence) -> str | None:
     )
 
 
+def _find_falling_part(evidence: Evidence) -> str | None:
+    """The reward rises, and a part of it is lost."""
+    weights = next((note.weights for note in evidence.notes if note.weights), {})
+    whole = _compare_ends(evidence, "reward/mean")
+    if len(weights) < 2 or whole is None or whole.rise <= 2 * whole.error:
+        return None
+    falls = (_describe_fall(evidence, name, weight) for name, weight in weights.items())
+    fall = next(filter(None, falls), None)
+    if fall is None:
+        return None
+    return f"the reward rises from {whole.before:.3g} to {whole.after:.3g}, and {fall}: the policy gives it up"
+
+
+def _describe_fall(evidence: Evidence, name: str, weight: float) -> str | None:
+    """From where to where a part of the reward fell, if by more than chance; of a punishment, more is worse."""
+    part = _compare_ends(evidence, f"reward/{name}_mean")
+    if part is None or weight == 0:
+        return None
+    fall = -part.rise if weight > 0 else part.rise
+    if fall <= max(3 * part.error, 0.1 * max(abs(part.before), abs(part.after))):
+        return None
+    return f"its part {name} goes from {part.before:.3g} to {part.after:.3g} (weight {weight:g})"
+
+
+def _find_no_rise(evidence: Evidence) -> str | None:
+    """The reward of a whole run is as it was, and no other rule says why."""
+    found = _compare_ends(evidence, "reward/mean") if _should_rise(evidence) else None
+    if found is None or found.has_risen or _is_at_best(evidence, evidence.last[-_NUM_COMPARED:]):
+        return None
+    if _has_other_cause(evidence):
+        return None
+    moved = "fallen" if found.rise < -2 * found.error else "not risen by more than chance"
+    return (
+        f"the reward has {moved}: {found.before:.3g} in the first {_NUM_COMPARED} steps and {found.after:.3g} in the "
+        f"last {_NUM_COMPARED}, with an error of {found.error:.2g}"
+    )
+
+
+def _has_other_cause(evidence: Evidence) -> bool:
+    """Whether another rule says why nothing is learned."""
+    others = (rule for rule in RULES if rule.topic is Topic.LEARNING and rule.find is not _find_no_rise)
+    return any(rule.find(evidence) is not None for rule in others)
+
+
+def _should_rise(evidence: Evidence) -> bool:
+    """Whether no more steps come, or many were made; and the reward, of problems like the first, is what is trained."""
+    is_long = evidence.ending.is_over or evidence.num_steps >= _LONG_RUN
+    return is_long and not evidence.has_curriculum and "teacher/kl" not in evidence.newest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ends:
+    """A number in the first steps of a run and in the newest ones."""
+
+    before: float
+    after: float
+    error: float
+    """The standard error of their difference."""
+    best_rise: float
+    """From the first step, the first two and so on, the largest rise, in its standard errors."""
+
+    @property
+    def rise(self) -> float:
+        return self.after - self.before
+
+    @property
+    def has_risen(self) -> bool:
+        """Also if it rose in the first steps alone: then it is above the first one. The best of five is 2 by chance."""
+        return self.rise > 2 * self.error or self.best_rise > 3
+
+
+def _compare_ends(evidence: Evidence, name: str) -> _Ends | None:
+    """Compare a number's first steps with its newest; None with too few steps.
+
+    A step's noise is how far it is from the step before: so a rise is no noise, and rollouts of one problem may have
+    similar rewards. Worked example, ten steps 2 2 3 2 2 4 5 4 4 4: from 2.2 to 4.2. The squares of the changes, 0 1 1
+    0 4 1 1 0 0, are 8/9 on average, which is twice a step's variance: the error of the difference is
+    sqrt(4/9 * (1/5 + 1/5)) = 0.42.
+    """
+    before, after = _list_values(evidence.first, name), _list_values(evidence.last, name)
+    if len(before) < _NUM_COMPARED or len(after) < 2 * _NUM_COMPARED:
+        return None
+    variance = fmean((right - left) ** 2 for left, right in itertools.pairwise(after)) / 2
+    newest = fmean(after[-_NUM_COMPARED:])
+    rises = [newest - fmean(before[:number]) for number in range(1, _NUM_COMPARED + 1)]
+    errors = [math.sqrt(variance * (1 / number + 1 / _NUM_COMPARED)) for number in range(1, _NUM_COMPARED + 1)]
+    best = max(rise / max(error, 1e-12) for rise, error in zip(rises, errors, strict=True))  # 0 if nothing varies
+    return _Ends(before=fmean(before), after=newest, error=errors[-1], best_rise=best)
+
+
+def _list_values(steps: Sequence[Numbers], name: str) -> list[float]:
+    return [float(value) for step in steps if (value := step.get(name)) is not None]
+
+
 def _name_reason(steps: Sequence[Numbers], event: str) -> str:
     """The most frequent reason of an event, in brackets."""
     prefix = f"counters/{event}/"
@@ -583,18 +687,26 @@ def _find_slow_environment(evidence: Evidence) -> str | None:
     collect_s = _sum(steps, "seconds/collect")
     if not steps or collect_s < 0.5 * _sum(steps, "seconds/wall"):
         return None
-    rollout_s, span = _sum(steps, "seconds/rollout_mean"), _name_span(evidence, steps)
+    rollout_s, span, busy = _sum(steps, "seconds/rollout_mean"), _name_span(evidence, steps), _show_load(steps)
     outside_s = rollout_s - _sum(steps, "seconds/engine_mean")
     if rollout_s and outside_s >= 0.5 * rollout_s:
-        return f"{outside_s / rollout_s:.0%} of a rollout's time {span} is spent in tools, environments and agents"
+        return (
+            f"{outside_s / rollout_s:.0%} of a rollout's time {span} is spent in tools, environments and agents{busy}"
+        )
     after_s = collect_s - _sum(steps, "seconds/rollout_max")
     if after_s < 0.5 * collect_s:
         return None
     # A group's reward functions are called when its rollouts have ended, and are in none of their times.
     return (
         f"{after_s / collect_s:.0%} of the sampling {span} is no rollout's time: it is spent in reward functions, or "
-        "waiting for groups that may start"
+        f"waiting for groups that may start{busy}"
     )
+
+
+def _show_load(steps: Sequence[Numbers]) -> str:
+    """That the machine's cores have more work than this run's, where it is so."""
+    load = _sum(steps, "idle/machine_load") / len(steps)
+    return f"; the machine's load is {load:.1f} for each core, so all of it is slower" if load > _BUSY_CORES else ""
 
 
 def _find_slow_queue(evidence: Evidence) -> str | None:
@@ -842,6 +954,25 @@ RULES: tuple[_Rule, ...] = (
         advice="look at your loss or advantages (--loss, --advantages): they return nothing that depends on the policy",
     ),
     _Rule(
+        name="part-falls",
+        topic=Topic.LEARNING,
+        find=_find_falling_part,
+        when="the reward rises from the first five steps to the newest, and the part of one function falls by more "
+        "than three times its error and a tenth of itself",
+        advice="read rollouts, and see whether that is what you want: raise the function's weight (`weight` in "
+        "[[rewards]]), or multiply it with the other in one function, so that one cannot be had without the other",
+    ),
+    _Rule(
+        name="no-rise",
+        topic=Topic.LEARNING,
+        find=_find_no_rise,
+        when="the mean reward of the last five steps is not above that of the first by twice its error, in a run of "
+        "ten steps and more that is over, or after 100 steps; and no other line of this table speaks",
+        advice="see in rollouts what a better one would do, and whether the policy ever does it: if not, take easier "
+        "problems or reward a part of the way; if it does, take a higher --trainer.optimizer.learning-rate, more "
+        "--loop.num-steps, or more rollouts a step (--rollouts.group-size)",
+    ),
+    _Rule(
         name="reward-range",
         topic=Topic.NUMBERS,
         find=_find_reward_range,
@@ -906,7 +1037,9 @@ RULES: tuple[_Rule, ...] = (
         topic=Topic.SLOW,
         find=_find_slow_environment,
         when="sampling is most of three steps of five seconds and more, and half of it is outside of the engine",
-        advice="make tools and rewards asynchronous or faster, sample while training (--loop.max-staleness 1), "
+        advice="if other programs have the cores (`uptime`: a load above their number), stop them, or set "
+        "OMP_NUM_THREADS=1; make tools and rewards asynchronous or faster, sample while training "
+        "(--loop.max-staleness 1), "
         "or in processes of "
         "their own (--rollouts.samplers)",
     ),

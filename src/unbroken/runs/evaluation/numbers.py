@@ -225,7 +225,7 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
         # The best model and the curves need a number, also where no reward function has an opinion on anything.
         "reward/mean": 0.0 if mean is None else mean,
         "reward/standard_error": _find_standard_error(measures["reward/mean"]),
-        **{name: found.value for name, found in measures.items() if name.startswith("pass@")},
+        **{name: found.value for name, found in measures.items() if name.startswith(("pass@", "reward_parts/"))},
         "policy_version/min": min(versions, default=None),
         "policy_version/max": max(versions, default=None),
         "completion_tokens/mean": measures["completion_tokens/mean"].value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import time
 from collections import defaultdict
@@ -166,12 +167,12 @@ class StepLog:
         known = {**self._take(), **spans}
         found = sum(known.get(f"seconds/{name}") or 0.0 for name in (*_STEP_SPANS, *_OTHER_PARTS))
         other: Metrics = {"seconds/other": None if self._is_ahead else wall_s - found, "seconds/wall": wall_s}
-        return {**known, **other, **measure_memory()}
+        return {**known, **other, **measure_machine()}
 
     def end_step_of_another(self) -> Metrics:
         """As `end_step`, of a step that another process has made, before a kill: with the same names."""
         unknown = [f"seconds/{name}" for name in (*_STEP_SPANS, "other", "wall")]
-        return {**self._take(), **dict.fromkeys([*unknown, *measure_memory()])}
+        return {**self._take(), **dict.fromkeys([*unknown, *measure_machine()])}
 
     def end_after_step(self, lost: Mapping[str, float]) -> None:
         """What comes after a step is done; of its seconds, those of outages are a part by themselves."""
@@ -204,13 +205,14 @@ _KERNEL_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _KIB = 1024
 
 
-def measure_memory() -> Metrics:
-    """The memory of this process, and what is left to it; None for what the system does not say."""
+def measure_machine() -> Metrics:
+    """The memory of this process, what is left to it, and how busy the cores are; None for what nothing says."""
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB,
         "memory/available_share": min(_list_available_shares(), default=None),
         "memory/gpu_peak_bytes": torch.cuda.max_memory_allocated() if is_on_gpu else None,
+        "idle/machine_load": os.getloadavg()[0] / (os.cpu_count() or 1),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,38 @@ def find(evidence: Evidence) -> dict[str, str]:
     return {each.name: each.sentence for each in diagnose(evidence)}
 
 
+SOLVED_IN_20 = (
+    *(0.531, 0.484, 0.609, 0.648, 0.742, 0.664, 0.75, 0.742, 0.812, 0.805),
+    *(0.836, 0.797, 0.789, 0.766, 0.93, 0.945, 0.914, 0.891, 0.875, 0.875),
+)
+"""The mean rewards of a run of `unbroken new`, as it is."""
+FLAT_IN_20 = (
+    *(0.453, 0.406, 0.492, 0.484, 0.469, 0.414, 0.453, 0.516, 0.539, 0.516),
+    *(0.5, 0.508, 0.531, 0.43, 0.477, 0.539, 0.516, 0.438, 0.469, 0.5),
+)
+"""The same, with an answer that depends on what a lookup returned, which that model does not learn."""
+SUM_OF_TWO = (
+    *(0.576, 0.524, 0.648, 0.684, 0.768, 0.698, 0.773, 0.767, 0.824, 0.829),
+    *(0.858, 0.813, 0.803, 0.777, 0.937, 0.935, 0.857, 0.906, 0.876, 0.852),
+)
+ONE_LOOKUP = (
+    *(0.445, 0.398, 0.383, 0.352, 0.258, 0.336, 0.227, 0.25, 0.195, 0.164),
+    *(0.141, 0.164, 0.141, 0.195, 0.07, 0.055, 0.133, 0.078, 0.086, 0.086),
+)
+"""The first, with a tenth for one lookup, where the right answer takes two: the sum and its second part."""
+
+
+def record(means: Sequence[float], parts: Mapping[str, Sequence[float]] | None = None) -> list[dict[str, Any]]:
+    """The steps of a run that was recorded: mean rewards, and those of parts by name."""
+    return [
+        {"reward/mean": mean, **{f"reward/{name}_mean": part[k] for name, part in (parts or {}).items()}}
+        for k, mean in enumerate(means)
+    ]
+
+
+TWO_PARTS = [note(k, weights={"correct": 1.0, "one_lookup": 0.1}) for k in range(16)]
+CORRECT = [whole - 0.1 * part for whole, part in zip(SUM_OF_TWO, ONE_LOOKUP, strict=True)]
+PARTS = {"correct": CORRECT, "one_lookup": ONE_LOOKUP}
 SAME = [note(k, given="Yes.") for k in range(16)]
 FAILED_CALL = [
     note(k, call='lookup({"key": "raka"})', tool_answer="Error: lookup failed with RuntimeError: database is down")
@@ -109,6 +142,14 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
     "no-learning-rate": (observe(*[{"train/learning_rate": 0.0}] * 3), "the learning rate is 0 in the last 3 updates"),
     "small-updates": (observe(*[{"train/learning_rate": 1e-10}] * 20), "1e-10, and the reward has not risen in 20"),
     "no-gradient": (observe(*[{"train/grad_norm": 0.0}] * 2), "the gradient is 0 .* though 80 rows"),
+    "part-falls": (
+        observe(*record(SUM_OF_TWO, PARTS), notes=TWO_PARTS),
+        r"rises from 0.64 to 0.885, and its part one_lookup goes from 0.367 to 0.0876 \(weight 0.1\)",
+    ),
+    "no-rise": (
+        observe(*record(FLAT_IN_20), ending="finished"),
+        "has not risen by more than chance: 0.461 in the first 5 steps and 0.492 in the last 5, with an error of 0.022",
+    ),
     "reward-range": (observe({"reward/max": 1e6}), "rewards are from 0 to 1e\\+06"),
     "not-finite": (
         observe({}, ending="failed", error="TrainingError: the gradient's norm is nan at update 1"),
@@ -148,9 +189,68 @@ def test_every_rule_has_a_cause_here():
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 20, 40])
 def test_nothing_is_said_of_steps_as_they_should_be(number):
-    assert find(observe(*[{}] * number)) == {}
-    assert find(observe(*[{}] * number, ending="finished")) == {}
-    assert find(observe(*[{}] * number, ending="interrupted")) == {}
+    steps = [{"reward/mean": min(0.4 + 0.02 * k, 0.9)} for k in range(number)]
+    for ending in ("running", "finished", "interrupted"):
+        assert find(observe(*steps, ending=ending)) == {}
+
+
+def test_nothing_is_said_of_recorded_runs_that_learned_at_any_step():
+    parts = {"correct": SOLVED_IN_20, "one_lookup": [0.45 + 0.5 * mean for mean in SOLVED_IN_20]}
+    for steps in (record(SOLVED_IN_20), record(SOLVED_IN_20, parts), record([mean / 2 for mean in SOLVED_IN_20])):
+        for number in range(1, 21):
+            for ending in ("running", "finished"):
+                assert find(observe(*steps[:number], ending=ending, notes=TWO_PARTS)) == {}, (number, ending)
+
+
+def test_a_reward_that_has_risen_at_once_and_stays_there_is_no_flat_one():
+    at_once = [0.1, 0.35, *[0.6 + 0.02 * (-1) ** k for k in range(18)]]
+    assert find(observe(*record(at_once), ending="finished")) == {}
+
+
+def test_a_flat_reward_is_said_of_a_run_that_is_over_or_long_and_where_no_cause_is_known():
+    assert find(observe(*record(FLAT_IN_20))) == {}, "it runs"
+    assert set(find(observe(*record(FLAT_IN_20 * 5)))) == {"no-rise"}, "100 steps"
+    assert find(observe(*record(FLAT_IN_20[:9]), ending="finished")) == {}
+    cut = [{**step, "counters/status/truncated": 61} for step in record(FLAT_IN_20)]
+    assert set(find(observe(*cut, ending="finished"))) == {"cut"}
+    fallen = observe(*record(SOLVED_IN_20[::-1]), ending="finished")
+    assert "the reward has fallen: 0.9 in the first 5 steps and 0.603 in the last 5" in find(fallen)["no-rise"]
+    flat = observe(*record(FLAT_IN_20), ending="finished")
+    assert find(replace(flat, has_curriculum=True)) == {}, "its problems get harder"
+    assert find(observe(*record([0.95 + 0.01 * (k % 3) for k in range(20)]), ending="finished")) == {}, "near its best"
+
+
+def test_a_part_falls_only_if_it_counts_for_the_reward_and_goes_against_its_weight():
+    def look(weights: Mapping[str, float], number: int = 20) -> dict[str, str]:
+        steps = record(SUM_OF_TWO, PARTS)[:number]
+        return find(observe(*steps, notes=[note(k, weights=weights) for k in range(16)]))
+
+    assert set(look({"correct": 1.0, "one_lookup": 0.1}, 10)) == {"part-falls"}
+    assert look({"correct": 1.0, "one_lookup": 0.1}, 9) == {}
+    assert look({"correct": 1.0, "one_lookup": -0.1}) == {}, "a punishment that is avoided"
+    assert look({"correct": 1.0}) == {}, "a number that an environment notes"
+    assert look({"correct": 1.0, "one_lookup": 0.0}) == {}
+    flat = record(FLAT_IN_20, {"correct": FLAT_IN_20, "one_lookup": ONE_LOOKUP})
+    assert "part-falls" not in find(observe(*flat, notes=TWO_PARTS)), "the sum does not rise"
+
+
+def test_what_was_said_and_is_found_no_more_is_repeated_with_its_step():
+    said = {
+        "cut": "after 5 steps: 64 of 64 were cut",
+        "no-rise": "after 20 steps: it was flat",
+        "of-another-version": "?",
+    }
+    found = find(replace(observe(*record(FLAT_IN_20), ending="finished"), said=said))
+    assert list(found) == ["no-rise", "cut"], "what is found now comes first, and once"
+    assert found["cut"] == "earlier, after 5 steps: 64 of 64 were cut"
+    assert "has not risen" in found["no-rise"]
+
+
+def test_a_slow_environment_on_busy_cores_says_so():
+    slow = {"seconds/engine_mean": 5.0}
+    assert "load" not in find(observe(*[{**slow, "idle/machine_load": 1.0}] * 3))["slow-environment"]
+    busy = find(observe(*[{**slow, "idle/machine_load": 4.0}] * 3))["slow-environment"]
+    assert busy.endswith("; the machine's load is 4.0 for each core, so all of it is slower")
 
 
 def test_a_rule_waits_for_its_steps_while_a_run_runs_and_not_when_it_is_over():

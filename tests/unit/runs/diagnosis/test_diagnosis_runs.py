@@ -111,7 +111,7 @@ def test_a_run_that_continues_says_nothing_again(tmp_path, model, capsys):
         assert main(["train", str(task), *options]) == 0
         assert capsys.readouterr().out.count("diagnosis: rewards are from") == times
     kept = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
-    assert "reward-range" in kept["said"]
+    assert kept["said"]["reward-range"] == "after 1 step: rewards are from 0 to 2e+06 in the last step"
     assert kept["findings"] == [asdict(each) for each in diagnose_folder(tmp_path / "run")[1]]
 
 

@@ -13,6 +13,7 @@ from support import letters_recipe
 from support.evaluations import read_evaluations
 from support.served import save_tiny_model
 from unbroken.cli import main
+from unbroken.runs.evaluation.schedule import format_numbers
 
 RECIPE = Path(letters_recipe.__file__)
 SETS = """
@@ -111,3 +112,10 @@ def test_several_named_sets_have_their_own_problems_samples_and_sampling(tmp_pat
 def test_wrong_numbers_are_refused_by_name(tmp_path, model, capsys, name, value):
     assert train(tmp_path / "run", model, f"--evaluation.{name}={value}") == 1
     assert f"evaluation.{name} must be >= " in capsys.readouterr().err
+
+
+def test_the_line_of_an_evaluation_has_each_of_several_rewards():
+    numbers = {"reward/mean": 0.5, "reward/standard_error": 0.05, "pass@1": 0.4, "pass@4": 0.75}
+    assert format_numbers(numbers | {"reward_parts/correct": 0.5}) == "0.500 ± 0.050  pass@4 0.750"
+    both = numbers | {"reward_parts/short": None, "reward_parts/one": 0.25, "reward_parts/correct": 0.475}
+    assert format_numbers(both) == "0.500 ± 0.050 (correct 0.475, one 0.25)  pass@4 0.750"

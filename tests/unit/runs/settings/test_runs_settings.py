@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from unbroken.cli import main
 from unbroken.errors import InvalidInputError
+from unbroken.runs.command import COMMON_FIELDS
 from unbroken.runs.config import RolloutConfig, RunConfig
 from unbroken.runs.settings import build, describe, load_toml, read_options, read_table, redact, section_of
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
@@ -322,3 +324,16 @@ def test_a_correction_is_a_config_of_its_own():
 def test_what_is_a_secret_is_left_out_of_what_is_kept_and_nothing_else(name, value, kept):
     assert redact({"outer": {name: value}}) == {"outer": {name: kept}}
     assert redact(kept, name) == kept
+
+
+def test_the_help_names_what_a_first_hour_needs_and_each_is_a_setting(capsys, tmp_path):
+    recipe = tmp_path / "task.toml"
+    recipe.write_text('model = "model"\nloop.num_steps = 20\n')
+    assert main(["train", str(recipe), "--help"]) == 0
+    described = re.findall(r"(?m)^  (--[\w.-]+) ", capsys.readouterr().out)
+    assert described == [f"--{name.replace('_', '-')}" for name in COMMON_FIELDS]
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    first = re.findall(r"(?m)^  (--[\w.-]+) ", capsys.readouterr().out.partition("settings of a first hour")[2])
+    assert len(first) > 5
+    assert set(first) <= set(described)
