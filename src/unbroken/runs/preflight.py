@@ -262,8 +262,8 @@ def _describe_rewards(groups: Sequence[TrajectoryGroup], numbers: Numbers, *, tr
     compared = [rewards for rewards in known if len(rewards) > 1]
     differ = sum(len(set(rewards)) > 1 for rewards in compared)
     bounds = f"{numbers['reward/min']:.4g} to {numbers['reward/max']:.4g}"
-    teach = ", and so teach" if trains else ""
-    within = f"; groups whose rewards differ{teach}: {differ} of {len(compared)}" if compared else ""
+    name = "groups that teach (rewards differ)" if trains else "groups whose rewards differ"
+    within = f"; {name}: {differ} of {len(compared)}" if compared else ""
     return f"{bounds}, mean {numbers['reward/mean']:.3g}{_describe_parts(groups)}{within}"
 
 
@@ -287,9 +287,9 @@ def _describe_one(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     reward = "no reward" if found["reward"] is None else f"reward {found['reward']:.3g}"
     expected = "" if found["expected"] is None else f", expected {_cut(found['expected'])}"
     return {
-        "rollout": f"asked {_cut(found['prompt'])}",
-        **({"": f"calls {', '.join(calls[:_MAX_CALLS] + more)}"} if calls else {}),
-        " ": f"says {_cut(found['given'])}{expected}: {reward}",
+        "rollout": _cut(found["prompt"]),
+        **({"": f"-> {', '.join(calls[:_MAX_CALLS] + more)}"} if calls else {}),
+        " ": f"-> {_cut(found['given'])}{expected}: {reward}",
     }
 
 

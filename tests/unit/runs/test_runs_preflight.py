@@ -130,11 +130,11 @@ def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_
     assert re.search(r"about \S+ to \S+ s of sampling, \S+ s of updates$", lines["a"])
     assert lines["memory"].endswith(" for the optimizer")
     assert re.search(
-        r" \(always 3 in all, score \S+ ± \S+\); groups whose rewards differ, and so teach: \d of 2", lines["rewards"]
+        r" \(always 3 in all, score \S+ ± \S+\); groups that teach \(rewards differ\): \d of 2", lines["rewards"]
     )
-    asked = re.fullmatch(r"  rollout asked 'What is (\d+) \+ \1\?'", lines["rollout"])
+    asked = re.fullmatch(r"  rollout 'What is (\d+) \+ \1\?'", lines["rollout"])
     assert asked is not None
-    assert re.search(rf"^          says .*, expected '{2 * int(asked[1])}': reward \S+$", shown, re.MULTILINE)
+    assert re.search(rf"^          -> .*, expected '{2 * int(asked[1])}': reward \S+$", shown, re.MULTILINE)
     assert not (tmp_path / "run").exists()
 
 
