@@ -162,12 +162,12 @@ unbroken doctor runs/second    # what is wrong
 """
 _README_OF_TINY = """
 ## What the tiny model can learn
-Training amplifies what some rollouts do already: one or two lookups, then the word of the last. `correct`, in 20 steps:
+Training amplifies what some rollouts do already: lookups, then the word of the last. `correct`, in 20 steps:
 
 | | |
 |---|---|
 | the example | 0.38 to 0.89 |
-| three lookups | 0.39 to 0.94 |
+| three lookups in a row | 0.39 to 0.94 |
 | the start word, which it never answers | 0 to 0 |
 
 For other prompts or tools, put your own model into `task.toml`, with a learning rate of 1e-6.
