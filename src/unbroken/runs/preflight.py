@@ -276,24 +276,25 @@ def _describe_one(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if record is None:
         return {}
     found = summarize(record)
-    functions = [
-        call["function"]
-        for each in find_conversation(record)
-        for call in each.get("tool_calls") or ()
-        if "function" in call
-    ]
-    calls = [_write_call(each.get("name"), each.get("arguments")) for each in functions]
-    more = [f"{len(calls) - _MAX_CALLS} more"] * (len(calls) > _MAX_CALLS)
+    calls = _list_calls(record)
     reward = "no reward" if found["reward"] is None else f"reward {found['reward']:.3g}"
     expected = "" if found["expected"] is None else f", expected {_cut(found['expected'])}"
     return {
         "rollout": _cut(found["prompt"]),
-        **({"": f"-> {', '.join(calls[:_MAX_CALLS] + more)}"} if calls else {}),
+        **({"": f"-> {', '.join(calls)}"} if calls else {}),
         " ": f"-> {_cut(found['given'])}{expected}: {reward}",
     }
 
 
-def _write_call(name: Any, arguments: Any) -> str:
+def _list_calls(record: Mapping[str, Any]) -> list[str]:
+    """The first calls, and how many more there are."""
+    calls = [call for each in find_conversation(record) for call in each.get("tool_calls") or ()]
+    written = [_write_call(**call["function"]) for call in calls if "function" in call]
+    more = [f"{len(written) - _MAX_CALLS} more"] * (len(written) > _MAX_CALLS)
+    return written[:_MAX_CALLS] + more
+
+
+def _write_call(name: Any = None, arguments: Any = None, **_: Any) -> str:
     """A call on one line, with what a terminal would not print as it is escaped."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return repr(f"{name}({text if len(text) <= _MAX_TEXT else f'{text[:_MAX_TEXT]}...'})")[1:-1]

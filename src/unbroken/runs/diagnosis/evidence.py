@@ -263,7 +263,7 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
     """The metrics of rollouts, as far as their records tell, by the names that those of a step have."""
     counts: Counter[str] = Counter()
     rewards: list[float] = []
-    parts: dict[str, list[float]] = {}
+    parts: list[Mapping[str, float]] = []
     for record in records:
         turns = record.get("turns") or []
         counts["rollout/num_trajectories"] += 1
@@ -278,14 +278,18 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
             and (reward := record.get("reward")) is not None
         ):
             rewards.append(float(reward))
-            for name, value in _read_numbers(record.get("reward_parts")).items():
-                parts.setdefault(name, []).append(value)
+            parts.append(_read_numbers(record.get("reward_parts")))
     counts["rollout/num_trainable"] = len(rewards)
     counts["counters/dropped_rows/unscored"] = counts["counters/status/unscored"]
     mean = sum(rewards) / len(rewards) if rewards else None
     bounds = {"reward/min": min(rewards, default=None), "reward/max": max(rewards, default=None), "reward/mean": mean}
-    means = {f"reward/{name}_mean": fmean(values) for name, values in parts.items()}
-    return {**counts, **bounds, **means}
+    return {**counts, **bounds, **_average_parts(parts)}
+
+
+def _average_parts(parts: Sequence[Mapping[str, float]]) -> Numbers:
+    """The mean of each part of the reward, over the rollouts that have it."""
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {f"reward/{name}_mean": fmean(each[name] for each in parts if name in each) for name in names}
 
 
 def read_ending(folder: Path) -> Ending:

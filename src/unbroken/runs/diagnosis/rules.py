@@ -391,20 +391,22 @@ def _find_constant_part(evidence: Evidence) -> str | None:
     It is not silent while the sum rises, which hides it: what rises is another part.
     """
     weights = next((note.weights for note in evidence.notes if note.weights), {})
-    number = round(_sum(evidence.last, "rollout/num_trainable"))
-    low, high = evidence.lowest, evidence.highest
-    if len(weights) < 2 or low == high or number < _MIN_ROLLOUTS or not evidence.get_recent(3):
+    if len(weights) < 2 or evidence.lowest == evidence.highest or not evidence.get_recent(3):
         return None
-    for name, weight in weights.items():
-        value = _find_constant(evidence, name)
-        if value is None or weight == 0 or value * weight > 0:
-            continue
-        is_all = evidence.num_steps == len(evidence.last) and not evidence.is_evaluation
-        span = "so far" if is_all else _name_span(evidence, evidence.last)
-        teaches = "" if evidence.is_evaluation else ": it teaches nothing"
-        best = ", unless that is the best it can be" if value == 0 else ""
-        return f"{name} is {value:g} in all {number} rollouts {span}{teaches}{best}{_show_pair(evidence.notes)}"
-    return None
+    sentences = (_describe_constant(evidence, name, weight) for name, weight in weights.items())
+    return next(filter(None, sentences), None)
+
+
+def _describe_constant(evidence: Evidence, name: str, weight: float) -> str | None:
+    """That a part of the reward is the same in all rollouts; None if it is not, or is more than nothing."""
+    value, number = _find_constant(evidence, name), round(_sum(evidence.last, "rollout/num_trainable"))
+    if value is None or weight == 0 or value * weight > 0 or number < _MIN_ROLLOUTS:
+        return None
+    is_all = evidence.num_steps == len(evidence.last) and not evidence.is_evaluation
+    span = "so far" if is_all else _name_span(evidence, evidence.last)
+    teaches = "" if evidence.is_evaluation else ": it teaches nothing"
+    best = ", unless that is the best it can be" if value == 0 else ""
+    return f"{name} is {value:g} in all {number} rollouts {span}{teaches}{best}{_show_pair(evidence.notes)}"
 
 
 def _find_constant(evidence: Evidence, name: str) -> float | None:
@@ -414,11 +416,10 @@ def _find_constant(evidence: Evidence, name: str) -> float | None:
     """
     values = {note.parts[name] for note in evidence.notes if name in note.parts}
     means = _list_values((*evidence.first, *evidence.last), f"reward/{name}_mean")
-    value = next(iter(values), None)
-    is_constant = (
-        value is not None and len(values) == 1 and all(math.isclose(each, value, abs_tol=1e-9) for each in means)
-    )
-    return value if is_constant and means else None
+    if len(values) != 1 or not means:
+        return None
+    (value,) = values
+    return value if all(math.isclose(each, value, abs_tol=1e-9) for each in means) else None
 
 
 def _find_no_rise(evidence: Evidence) -> str | None:
