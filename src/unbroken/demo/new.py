@@ -76,23 +76,26 @@ def one_lookup(messages):
     return [float(sum(each["role"] == "tool" for each in talk) == 1) for talk in messages]
 """
 _TEST = """\
-from rewards import correct, one_lookup
+import rewards
 
 
-def test_only_the_right_answer_is_rewarded():
+def test_correct():
     completions = ['Answer: "pemi"', 'Answer: "tuvo"', "pemi"]
-    assert correct(completions, answer=["pemi", "pemi", "pemi"]) == [1.0, 0.0, 0.0]
+    assert rewards.correct(completions, answer=["pemi", "pemi", "pemi"]) == [1.0, 0.0, 0.0]
 
 
-def test_a_second_lookup_is_not_rewarded():
+def test_one_lookup():
     asked, found = {"role": "user", "content": "..."}, {"role": "tool", "content": '{"next": "bode"}'}
-    assert one_lookup([[asked], [asked, found], [asked, found, found]]) == [0.0, 1.0, 0.0]
+    assert rewards.one_lookup([[asked], [asked, found], [asked, found, found]]) == [0.0, 1.0, 0.0]
 
 
 if __name__ == "__main__":
-    test_only_the_right_answer_is_rewarded()
-    test_a_second_lookup_is_not_rewarded()
-    print("the rewards are as their tests say")
+    for name, reward in vars(rewards).items():
+        if getattr(reward, "__module__", None) == "rewards" and not name.startswith("_"):
+            test = globals().get(f"test_{name}")
+            if test is not None:
+                test()
+            print(f"{name}: {'as its test says' if test else 'NOT TESTED'}")
 """
 _SETTINGS = """\
 model = {model}
@@ -137,15 +140,15 @@ _README = """\
 # {name}
 The model looks up a word, then the word that it got, and answers with its value: reward 1 if right, else 0.
 ```
-unbroken train task.toml      # {duration}
-unbroken view runs/first      # curves and rollouts, in a browser
+unbroken train task.toml    # {duration}; ±: one standard error
+unbroken view runs/first
 ```
 
 ## Your own task: three edits
-At the places marked `EDIT`. For example, answer with the word of the *first* lookup, and do no other:
+Marked `EDIT`. For example, answer with the word of the *first* lookup, and do no other:
 
-1. `make_data.py`: the rows. Write `"answer": second`, and run it.
-2. `rewards.py`: a second reward; `one_lookup` is there. It may name `completions`, `messages`, columns of the rows.
+1. `make_data.py`: the rows. Write `"answer": second`.
+2. `rewards.py`: `one_lookup` is there. It may name `completions`, `messages`, columns of the rows.
 3. `task.toml`: `output = "runs/second"`, and `one_lookup` without the `#`. Rewards are added, each times its `weight`.
 
 ```
@@ -153,15 +156,23 @@ python make_data.py
 python test_rewards.py
 unbroken train task.toml
 unbroken eval task.toml --model {model} --model runs/second    # before, after, each reward
-unbroken doctor runs/second    # what is wrong, and what to do
+unbroken doctor runs/second    # what is wrong
 ```
-`tools.py` has the tool, `train.py` the same task without a TOML file. Settings: `unbroken train task.toml --help`.
+`tools.py` has the tool. `train.py` is the same as a script; another reward needs another `output`. Settings:
+`unbroken train task.toml --help`.
 """
 _README_OF_TINY = """
 ## What the tiny model can learn
-In 20 steps, a rule that is the same for all problems: after how many lookups to answer, and with which of their words.
-Rules that depend on what a lookup returns, other prompts and tools, and longer words need your own model: in
-`task.toml`, a folder or a hub's name, with a learning rate of 1e-6.
+Training amplifies what some rollouts do already: lookups, then the word of the last. `correct`, in 20 steps:
+
+| | |
+|---|---|
+| the example | 0.38 to 0.89 |
+| three lookups in a row | 0.39 to 0.94 |
+| depending on a lookup's answer | 0.46 to 0.49 |
+| the start word (never sampled) | 0 to 0 |
+
+For other prompts or tools, put your own model into `task.toml`, with a learning rate of 1e-6.
 """
 
 
@@ -210,7 +221,7 @@ def _make_files(name: str, model: str | None) -> Mapping[str, str]:
     }
     return {
         "README.md": _README.format(
-            name=name, model=source, duration="20 steps" if model else "20 steps, about 40 CPU seconds"
+            name=name, model=source, duration="20 steps" if model else "about 40 CPU seconds, longer on busy cores"
         )
         + ("" if model else _README_OF_TINY),
         "task.toml": _SETTINGS.format(**values),

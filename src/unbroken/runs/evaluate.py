@@ -493,7 +493,11 @@ def make_report(found: Mapping[str, Any]) -> Report:
     """The report of what `evaluate_task` returns: a table for each set of problems."""
     return Report(
         title=f"unbroken eval {found['task']}",
-        conclusions=[f"Intervals of {found['intervals']}."],
+        conclusions=[
+            f"Intervals of {found['intervals']}.",
+            "A rollout passes, for pass@k, if its reward, the weighted sum of all functions, is at least "
+            "evaluation.pass_reward (1).",
+        ],
         tables=[_tabulate(found, name) for name in found["models"][0]["sets"]],
         values=found,
     )

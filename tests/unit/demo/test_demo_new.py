@@ -60,6 +60,19 @@ def test_without_a_model_a_tiny_one_is_copied_that_knows_the_task(tmp_path, caps
     assert tokenizer == json.loads(build_tokenizer().backend_tokenizer.to_str())
 
 
+def test_the_test_of_the_rewards_names_those_that_are_tested(tmp_path, model):
+    write_task(tmp_path / "words", str(model))
+
+    def check() -> str:
+        command = [sys.executable, "-B", "test_rewards.py"]
+        return subprocess.run(command, cwd=tmp_path / "words", capture_output=True, text=True, check=True).stdout
+
+    assert check().splitlines() == ["correct: as its test says", "one_lookup: as its test says"]
+    path = tmp_path / "words" / "rewards.py"
+    path.write_text(path.read_text().replace("def one_lookup", "def two_lookups"))
+    assert check().splitlines() == ["correct: as its test says", "two_lookups: NOT TESTED"]
+
+
 def test_the_program_that_writes_the_data_writes_what_is_there(tmp_path, model):
     for name, source in (("tiny", None), ("large", str(model))):
         write_task(tmp_path / name, source)

@@ -129,7 +129,12 @@ def test_a_task_is_looked_at_without_training_and_without_its_output_folder(tmp_
     assert "40; 2 x 4 rollouts a step" in lines["rows"]
     assert re.search(r"about \S+ to \S+ s of sampling, \S+ s of updates$", lines["a"])
     assert lines["memory"].endswith(" for the optimizer")
-    assert re.search(r" \(always 3 ± 0, score \S+ ± \S+\); they differ", lines["rewards"])
+    assert re.search(
+        r" \(always 3 in all, score \S+ ± \S+\); groups that teach \(rewards differ\): \d of 2", lines["rewards"]
+    )
+    asked = re.fullmatch(r"  rollout 'What is (\d+) \+ \1\?'", lines["rollout"])
+    assert asked is not None
+    assert re.search(rf"^          -> .*, expected '{2 * int(asked[1])}': reward \S+$", shown, re.MULTILINE)
     assert not (tmp_path / "run").exists()
 
 
@@ -158,6 +163,17 @@ def test_rollouts_of_a_preflight_are_judged_by_the_rules_of_the_diagnosis(tmp_pa
     shown = capsys.readouterr().out
     assert "preflight: every reward so far is 0 (all 8 of the newest rollouts)" in shown
     assert "docs/troubleshooting.md#equal-rewards" in shown
+
+
+def test_a_part_that_is_0_in_all_rollouts_of_a_preflight_is_said_while_the_sum_varies(tmp_path, task, capsys):
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write("def right(completions, answer):\n    return [0.0 for _ in completions]\n")
+    task.write_text(task.read_text().replace("rewards = [", 'rewards = [{function = "rewards.py:right"}, '))
+    assert main(["doctor", str(task)]) == 0
+    shown = capsys.readouterr().out
+    assert " (right 0 in all, score " in shown
+    assert "preflight: right is 0 in all 8 rollouts so far: it teaches nothing" in shown
+    assert "docs/troubleshooting.md#constant-part" in shown
 
 
 def test_rewards_that_differ_are_no_finding(task, capsys):

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from unbroken.errors import InvalidInputError
@@ -69,6 +70,8 @@ class RolloutNote:
     """Whether an id of it was trained with an advantage that is not 0."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """What each part of the reward was multiplied by, by its name; other parts are notes of an environment."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The reward's parts, before their weights."""
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> RolloutNote:
@@ -90,12 +93,13 @@ class RolloutNote:
             unread_call=next((str(call)[:_MAX_TEXT] for call in unread), None),
             has_tools=bool(record.get("tools")),
             has_advantage=_has_advantage(record.get("rows") or ()),
-            weights=_read_weights(record.get("reward_weights")),
+            weights=_read_numbers(record.get("reward_weights")),
+            parts=_read_numbers(record.get("reward_parts")),
         )
 
 
-def _read_weights(weights: Any) -> dict[str, float]:
-    items = weights.items() if isinstance(weights, dict) else ()
+def _read_numbers(values: Any) -> dict[str, float]:
+    items = values.items() if isinstance(values, dict) else ()
     return {str(name): number for name, value in items if (number := _read_number(value)) is not None}
 
 
@@ -251,6 +255,7 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
     """The metrics of rollouts, as far as their records tell, by the names that those of a step have."""
     counts: Counter[str] = Counter()
     rewards: list[float] = []
+    parts: list[Mapping[str, float]] = []
     for record in records:
         turns = record.get("turns") or []
         counts["rollout/num_trajectories"] += 1
@@ -265,11 +270,18 @@ def count_records(records: Iterable[Mapping[str, Any]]) -> Numbers:
             and (reward := record.get("reward")) is not None
         ):
             rewards.append(float(reward))
+            parts.append(_read_numbers(record.get("reward_parts")))
     counts["rollout/num_trainable"] = len(rewards)
     counts["counters/dropped_rows/unscored"] = counts["counters/status/unscored"]
     mean = sum(rewards) / len(rewards) if rewards else None
     bounds = {"reward/min": min(rewards, default=None), "reward/max": max(rewards, default=None), "reward/mean": mean}
-    return {**counts, **bounds}
+    return {**counts, **bounds, **_average_parts(parts)}
+
+
+def _average_parts(parts: Sequence[Mapping[str, float]]) -> Numbers:
+    """The mean of each part of the reward, over the rollouts that have it."""
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {f"reward/{name}_mean": fmean(each[name] for each in parts if name in each) for name in names}
 
 
 def read_ending(folder: Path) -> Ending:

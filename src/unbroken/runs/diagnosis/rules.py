@@ -386,6 +386,43 @@ def _describe_fall(evidence: Evidence, name: str, weight: float) -> str | None:
     return f"its part {name} goes from {part.before:.3g} to {part.after:.3g} (weight {weight:g})"
 
 
+def _find_constant_part(evidence: Evidence) -> str | None:
+    """A part of the reward is the same in all rollouts, and at its worst as far as is known, while their sum varies.
+
+    It is not silent while the sum rises, which hides it: what rises is another part.
+    """
+    weights = next((note.weights for note in evidence.notes if note.weights), {})
+    if len(weights) < 2 or evidence.lowest == evidence.highest or not evidence.get_recent(3):
+        return None
+    sentences = (_describe_constant(evidence, name, weight) for name, weight in weights.items())
+    return next(filter(None, sentences), None)
+
+
+def _describe_constant(evidence: Evidence, name: str, weight: float) -> str | None:
+    """That a part of the reward is the same in all rollouts; None if it is not, or is more than nothing."""
+    value, number = _find_constant(evidence, name), round(_sum(evidence.last, "rollout/num_trainable"))
+    if value is None or weight == 0 or value * weight > 0 or number < _MIN_ROLLOUTS:
+        return None
+    is_all = evidence.num_steps == len(evidence.last) and not evidence.is_evaluation
+    span = "so far" if is_all else _name_span(evidence, evidence.last)
+    teaches = "" if evidence.is_evaluation else ": it teaches nothing"
+    best = ", unless that is the best it can be" if value == 0 else ""
+    return f"{name} is {value:g} in all {number} rollouts {span}{teaches}{best}{_show_pair(evidence.notes)}"
+
+
+def _find_constant(evidence: Evidence, name: str) -> float | None:
+    """The only value that a part had: that of the rollouts that are looked at, if the means of all steps are the same.
+
+    Only means are kept of a step: values that differ would have to have this very mean, each time.
+    """
+    values = {note.parts[name] for note in evidence.notes if name in note.parts}
+    means = _list_values((*evidence.first, *evidence.last), f"reward/{name}_mean")
+    if len(values) != 1 or not means:
+        return None
+    (value,) = values
+    return value if all(math.isclose(each, value, abs_tol=1e-9) for each in means) else None
+
+
 def _find_no_rise(evidence: Evidence) -> str | None:
     """The reward of a whole run is as it was, and no other rule says why."""
     found = _compare_ends(evidence, "reward/mean") if _should_rise(evidence) else None
@@ -952,6 +989,16 @@ RULES: tuple[_Rule, ...] = (
         find=_find_no_gradient,
         when="the gradient is 0 in two steps that have rows",
         advice="look at your loss or advantages (--loss, --advantages): they return nothing that depends on the policy",
+    ),
+    _Rule(
+        name="constant-part",
+        topic=Topic.LEARNING,
+        find=_find_constant_part,
+        when="a reward function with a weight gives 0, or less, to all rollouts of the preflight or of three steps and "
+        "more, while the sum of several functions varies; of a negative weight, 0 or more",
+        advice="try the function on an answer that you wrote yourself. If it is right, the model never does what it "
+        "rewards, and training amplifies only what some rollouts do: reward a part of the way, take easier problems, "
+        "a warm start (docs/supervised.md) or another model",
     ),
     _Rule(
         name="part-falls",

@@ -89,6 +89,7 @@ def record(means: Sequence[float], parts: Mapping[str, Sequence[float]] | None =
 
 TWO_PARTS = [note(k, weights={"correct": 1.0, "one_lookup": 0.1}) for k in range(16)]
 CORRECT = [whole - 0.1 * part for whole, part in zip(SUM_OF_TWO, ONE_LOOKUP, strict=True)]
+NEVER_CORRECT = [replace(each, parts={"correct": 0.0, "one_lookup": k % 2}) for k, each in enumerate(TWO_PARTS)]
 PARTS = {"correct": CORRECT, "one_lookup": ONE_LOOKUP}
 SAME = [note(k, given="Yes.") for k in range(16)]
 FAILED_CALL = [
@@ -142,6 +143,10 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
     "no-learning-rate": (observe(*[{"train/learning_rate": 0.0}] * 3), "the learning rate is 0 in the last 3 updates"),
     "small-updates": (observe(*[{"train/learning_rate": 1e-10}] * 20), "1e-10, and the reward has not risen in 20"),
     "no-gradient": (observe(*[{"train/grad_norm": 0.0}] * 2), "the gradient is 0 .* though 80 rows"),
+    "constant-part": (
+        observe(*record(SOLVED_IN_20, {"correct": [0.0] * 20, "one_lookup": SOLVED_IN_20}), notes=NEVER_CORRECT),
+        "^correct is 0 in all 1280 rollouts so far: it teaches nothing, unless that is the best .* '27' was expected",
+    ),
     "part-falls": (
         observe(*record(SUM_OF_TWO, PARTS), notes=TWO_PARTS),
         r"rises from 0.64 to 0.885, and its part one_lookup goes from 0.367 to 0.0876 \(weight 0.1\)",
@@ -218,6 +223,26 @@ def test_a_flat_reward_is_said_of_a_run_that_is_over_or_long_and_where_no_cause_
     flat = observe(*record(FLAT_IN_20), ending="finished")
     assert find(replace(flat, has_curriculum=True)) == {}, "its problems get harder"
     assert find(observe(*record([0.95 + 0.01 * (k % 3) for k in range(20)]), ending="finished")) == {}, "near its best"
+
+
+@pytest.mark.parametrize(
+    ("weight", "value", "is_found"),
+    [(1.0, 0.0, True), (0.5, -1.0, True), (-1.0, 0.3, True), (1.0, 1.0, False), (-1.0, -0.3, False), (0.0, 0.0, False)],
+)
+def test_a_part_that_is_the_same_in_all_rollouts_is_found_unless_it_is_at_its_best(weight, value, is_found):
+    def look(means: Sequence[float], values: Sequence[float], **others: Any) -> set[str]:
+        weights = {"correct": weight, "one_lookup": 1.0}
+        notes = [note(k, weights=weights, parts={"correct": each}) for k, each in enumerate(values)]
+        steps = record([0.2 + 0.1 * k for k in range(len(means))], {"correct": means})
+        return set(find(replace(observe(*steps, notes=notes), **others)))
+
+    for number in (3, 8):
+        found = look([value] * number, [value] * 16)
+        assert found == ({"constant-part"} if is_found else set()), "the sum rises, and yet"
+    assert look([value] * 2, [value] * 16) == set(), "after three steps"
+    assert look([value], [value] * 8, is_preflight=True) == ({"constant-part"} if is_found else set())
+    assert look([value, value, value + 0.1], [value] * 16) == set(), "it was otherwise in one step"
+    assert look([value] * 3, [value - 1, value + 1] * 8) == set(), "the means are alike, the rollouts are not"
 
 
 def test_a_part_falls_only_if_it_counts_for_the_reward_and_goes_against_its_weight():
