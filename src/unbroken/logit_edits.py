@@ -8,7 +8,7 @@ Shapes: N tokens, whose logits are changed; V vocabulary; G of these tokens that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,7 @@ class LogitEdits:
     def apply(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return the changed logits; impossible ids have -inf. A gradient flows through it."""
         edited_NV = self._add_bias(logits_NV)
+        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         for rows, history, places in self._groups(logits_NV.device):
             factor, controls = history.controls.repetition_penalty, history.controls
             if factor == 1 and not controls.presence_penalty and not controls.frequency_penalty:
@@ -87,7 +88,8 @@ class LogitEdits:
                 counts_GV = _count(history.token_ids, history.start, places, like=own_GV)
                 own_GV = own_GV - controls.frequency_penalty * counts_GV
                 own_GV = own_GV - controls.presence_penalty * (counts_GV > 0).to(own_GV.dtype)
-            edited_NV = edited_NV.index_copy(0, rows, own_GV)
+            changed.append((rows, own_GV))
+        edited_NV = _put(edited_NV, changed)
         impossible_NV = self._find_impossible(logits_NV)
         return edited_NV if impossible_NV is None else edited_NV.masked_fill(impossible_NV, float("-inf"))
 
@@ -96,10 +98,12 @@ class LogitEdits:
         if all(each.controls.repetition_penalty == 1 for each in self.histories):
             return gradient_NV
         biased_NV = self._add_bias(logits_NV)
-        for rows, history, places in self._groups(logits_NV.device):
-            own_GV = gradient_NV[rows] * _find_scales(biased_NV[rows], history, places)
-            gradient_NV = gradient_NV.index_copy(0, rows, own_GV)
-        return gradient_NV
+        scaled = [
+            (rows, gradient_NV[rows] * _find_scales(biased_NV[rows], history, places))
+            for rows, history, places in self._groups(logits_NV.device)
+            if history.controls.repetition_penalty != 1
+        ]
+        return _put(gradient_NV, scaled)
 
     def _groups(self, device: torch.device) -> Iterator[tuple[torch.Tensor, _History, NDArray[np.int64]]]:
         """The tokens of each history, in the order of their places: their rows, the history, their places."""
@@ -137,6 +141,16 @@ class LogitEdits:
                 if banned_G.any():
                     impossible_NV[rows[torch.from_numpy(banned_G).to(rows.device)], token_id] = True
         return impossible_NV
+
+
+def _put(values_NV: torch.Tensor, changed: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The values with others in some rows, each of which is changed once. All at once: a copy of the whole for each
+    history would take a decoding engine, with one history a row, the square of its rows.
+    """
+    if not changed:
+        return values_NV
+    rows, own = (torch.cat(each) for each in zip(*changed, strict=True))
+    return values_NV.index_copy(0, rows, own)
 
 
 def _find_scales(biased_GV: torch.Tensor, history: _History, places: NDArray[np.int64]) -> torch.Tensor:

@@ -28,7 +28,7 @@ import numpy as np
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.images.processor import ImageInputs
-from unbroken.messages import Message, ToolSchema
+from unbroken.messages import Message, ToolSchema, copy_containers
 from unbroken.progress import advance
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import check_tools_shown
@@ -191,7 +191,8 @@ class Sampler:
             if problems.score is not None:
                 group = await problems.score(number, group)
             if problems.row is not None:
-                group = replace(group, data=await asyncio.to_thread(problems.row, number))
+                # An environment may keep the row and change it in its next episode, while this group is written.
+                group = replace(group, data=copy_containers(await asyncio.to_thread(problems.row, number)))
         except asyncio.CancelledError as error:
             if must_propagate(error):
                 raise

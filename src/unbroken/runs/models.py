@@ -85,9 +85,11 @@ def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: fl
 def needs_engine_memory(source: str | Path, config: RunConfig, *, device_bytes: float, num_processes: int = 1) -> bool:
     """Whether the trainer needs the memory of a colocated engine, so that this has to sleep while a step is trained.
 
-    It sleeps where nothing can be estimated, and where its options ask for it.
+    It sleeps where nothing can be estimated, and where its options ask for it. A teacher in the process is counted as
+    large as the policy, and most are larger: enough for a warning, but not to keep memory that the trainer may need.
     """
-    if "--enable-sleep-mode" in config.engine.options or (sizes := _find_sizes(source, config)) is None:
+    asks = "--enable-sleep-mode" in config.engine.options
+    if asks or _count_teachers(config) or (sizes := _find_sizes(source, config)) is None:
         return True
     layout, longest = _plan_layout(config, num_processes), find_context_length(source, config.engine)
     return longest is None or not fits_beside_engine(

@@ -84,7 +84,7 @@ from unbroken.training.state import (
     read_state,
     write_state,
 )
-from unbroken.training.teachers import RowScorer, Teachers, check_teacher_rows
+from unbroken.training.teachers import RowScorer, Teachers, check_plain, check_teacher_rows
 from unbroken.types import Logprobs, Numerics, TopLogprobs, TrainingSample
 from unbroken.weights.sources import WeightStream
 
@@ -199,7 +199,8 @@ class TrainerBackend:
 
         Raises:
             InvalidInputError: a row has images but there is no processor, an id outside the vocabulary, no sampled id,
-                another temperature than the first row, or experts or kept ids that the model does not have.
+                another temperature than the first row, or experts or kept ids that the model does not have; or with a
+                teacher's most likely ids, something that changed its distribution.
             InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
         """
         for index, sample in enumerate(samples):
@@ -216,6 +217,8 @@ class TrainerBackend:
                     f"{samples[0].temperature}: the rows of one call must share one temperature"
                 )
             self._check_ids(sample, row)
+            if self._num_top:
+                check_plain(sample, whose="a teacher's most likely ids (top_k)")
             if sample.sampled_mask[0]:
                 raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
             if self._images is not None:
@@ -261,9 +264,13 @@ class TrainerBackend:
             for name, teacher in self._teachers.items():
                 if isinstance(teacher, PolicyLogprobs):
                     limit = DecoderConfig(teacher.causal.config).max_positions
-                    check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=limit)
+                    check_teacher_rows(
+                        name, rows[name], vocab_size=teacher.vocab_size, max_ids=limit, is_elsewhere=False
+                    )
                 else:
-                    check_teacher_rows(name, rows[name], vocab_size=teacher.vocab_size, max_ids=teacher.max_ids)
+                    check_teacher_rows(
+                        name, rows[name], vocab_size=teacher.vocab_size, max_ids=teacher.max_ids, is_elsewhere=True
+                    )
                     scored[name] = teacher.score(rows[name], num_top=self._num_top)
         for name, teacher in self._teachers.items():  # with the other processes, in the same order
             if isinstance(teacher, PolicyLogprobs):

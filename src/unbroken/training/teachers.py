@@ -151,10 +151,18 @@ def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
     )
 
 
-def check_teacher_rows(name: str, rows: Sequence[TrainingSample], *, vocab_size: int, max_ids: int | None) -> None:
-    """Raise `InvalidInputError` if a teacher has no embedding for an id, or no place for a row."""
+def check_teacher_rows(
+    name: str, rows: Sequence[TrainingSample], *, vocab_size: int, max_ids: int | None, is_elsewhere: bool
+) -> None:
+    """Raise `InvalidInputError` if a teacher has no embedding for an id, or no place for a row; or if the sampler's
+    logits were changed, and those of the teacher cannot be, because it `is_elsewhere`.
+    """
     for row in rows:
-        if (largest := int(row.token_ids.max())) >= vocab_size:
+        if is_elsewhere:
+            check_plain(row, whose=f"teacher {name!r}, which is elsewhere,")
+        kept = row.token_ids if row.kept_ids is None else row.kept_ids.token_ids
+        named = [row.token_ids.max(), kept.max(initial=0), *(span.controls.largest_id for span in row.controls)]
+        if (largest := int(max(named))) >= vocab_size:
             raise InvalidInputError(
                 f"teacher {name!r} must have an embedding for each id of a row, got id {largest}, and its vocabulary "
                 f"ends at {vocab_size - 1}: it is of another tokenizer, or has no embeddings for ids of padding"
@@ -164,6 +172,16 @@ def check_teacher_rows(name: str, rows: Sequence[TrainingSample], *, vocab_size:
                 f"teacher {name!r} must have room for each row, got one of {len(row.token_ids)} ids, and its context "
                 f"is {max_ids}: lower rollouts.sampling.max_tokens or rollouts.limits.max_tokens"
             )
+
+
+def check_plain(row: TrainingSample, *, whose: str) -> None:
+    """Raise `InvalidInputError` if a row was not sampled from a model's own distribution, which is `whose`."""
+    if row.kept_ids is not None or row.controls:
+        what = "kept_ids" if row.kept_ids is not None else "controls"
+        raise InvalidInputError(
+            f"{whose} must have rows without {what}, and one has some: it was sampled from another distribution than a "
+            "model's own over all ids, the only one that is known there. An agent asked for it, or a script gave it"
+        )
 
 
 def attach_scores(

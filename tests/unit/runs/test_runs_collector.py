@@ -138,6 +138,14 @@ async def test_a_group_has_its_row_of_the_data_set_also_if_its_score_makes_a_new
     assert (await sampler(problems).sample_group(3, size=2)).data == {"index": 3}
 
 
+async def test_a_group_keeps_its_row_as_it_was_when_it_was_sampled():
+    """Its file is written beside the update and the next step's sampling, whose environments may change the row."""
+    row = {"seen": [1]}
+    group = await sampler(Problems(env=numbered, row=lambda number: row)).sample_group(3, size=2)
+    row["seen"].append(2)
+    assert group.data == {"seen": [1]}
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
 def test_the_name_of_an_evaluation_set_is_that_of_a_folder(name):
     with pytest.raises(InvalidInputError, match="name must be that of an evaluation set, and of a folder"):

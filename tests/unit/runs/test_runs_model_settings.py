@@ -24,6 +24,7 @@ from unbroken.runs.config import (
     ModelSettings,
     Precision,
     RunConfig,
+    TeacherConfig,
 )  # fmt: skip
 from unbroken.runs.engines import open_engine
 from unbroken.runs.models import (
@@ -185,6 +186,8 @@ def test_a_run_that_will_not_fit_is_warned_of_before_its_model_is_loaded(phi3, p
         ({"precision": Precision.FLOAT32}, 8, True),  # nothing is estimated
         ({"options": ("--enable-sleep-mode",)}, 8, True),
         ({"options": ("--gpu-memory-utilization=0.9",)}, 8, True),
+        ({"teacher": TeacherConfig(models=("large",))}, 8, True),  # of any size
+        ({"teacher": TeacherConfig(models=("http://gpu-2:8100",))}, 8, False),
     ],
 )
 def test_an_engine_sleeps_where_the_trainer_needs_its_memory_or_its_options_ask_for_it(phi3, changes, gib, needs):

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from support.gradients import pull, step_gradient
 from support.reference_sampling import reference_logprobs
@@ -231,3 +232,15 @@ def test_parts_of_tokens_are_changed_as_they_are_among_all(data):
     assert torch.equal(torch.cat(parts), whole)
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=num, max_size=num)))
     assert torch.equal(tokens.pick(mask).edit(logits[mask]), whole[mask])
+
+
+def test_logits_are_copied_once_whatever_the_number_of_completions():
+    """An engine has a completion in each row: a copy of all rows for each would be the square."""
+    controls = LogitControls(presence_penalty=0.5, repetition_penalty=1.1)
+    ids = np.arange(20, dtype=np.int32)
+    rows = [(ids, (ControlSpan(start=10, stop=21, controls=controls),), np.array([20])) for _ in range(50)]
+    edits, logits = LogitEdits.of(rows), torch.randn(50, 30)
+    for call in (lambda: edits.apply(logits), lambda: edits.pull_back(logits, logits)):
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            call()
+        assert {each.key: each.count for each in seen.key_averages()}["aten::index_copy"] == 1

@@ -26,7 +26,15 @@ from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradie
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.teachers import Teachers, TeacherTask
 from unbroken.training.trainer import Trainer
-from unbroken.types import Numerics, TopLogprobs, TrainingSample, token_ids
+from unbroken.types import (
+    ControlSpan,
+    KeptIds,
+    LogitControls,
+    Numerics,
+    TopLogprobs,
+    TrainingSample,
+    token_ids,
+)
 
 
 def make_trainer(teachers: Teachers, *, algorithm: str = "grpo", weight: float = 1.0, **changes: Any) -> Trainer:
@@ -232,6 +240,30 @@ def test_a_teacher_is_refused_where_it_could_not_be_exact():
     )
     with pytest.raises(InvalidInputError, match="must have rows of one turn"):
         make_trainer(teacher).step([two_turns])
+
+
+RESHAPED = {
+    "controls": {"controls": (ControlSpan(start=2, stop=3, controls=LogitControls(logit_bias=((40, 1.0),))),)},
+    "kept_ids": {"kept_ids": KeptIds.of([(), (), (3, 40)])},
+}
+"""What an agent may ask for in the middle of a run, whatever its settings say."""
+
+
+@pytest.mark.parametrize("what", RESHAPED)
+def test_rows_of_another_distribution_are_refused_by_whoever_scores_the_models_own(what):
+    class Elsewhere:
+        vocab_size, max_ids = 64, None
+
+        def score(self, rows, *, num_top):
+            raise AssertionError("it was asked")
+
+    sample = replace(row([1, 2, 3], sampled=[2]), **RESHAPED[what])
+    for teachers in (Teachers(models={"t": tiny_qwen3(seed=1)}, top_k=4), Teachers(models={"t": Elsewhere()})):
+        with pytest.raises(InvalidInputError, match=f"must have rows without {what}"):
+            make_trainer(teachers).step([sample])
+    small = make_trainer(Teachers(models={"t": tiny_qwen3(vocab_size=32)}))
+    with pytest.raises(InvalidInputError, match="teacher 't' must have an embedding for each id of a row, got id 40"):
+        small.step([sample])
 
 
 def slow_distributions(model: Any, rows: Sequence[TrainingSample]) -> list[torch.Tensor]:
