@@ -10,6 +10,7 @@ import pytest
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs.algorithms import Algorithm
+from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.settings import build, section_of
 from unbroken.training.config import LoraUpdates
@@ -52,6 +53,12 @@ def test_engines_get_the_adapters_of_policies_and_never_merged_weights() -> None
 def test_what_policies_cannot_have_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         make_config(**changes)
+
+
+def test_numerics_that_a_run_chooses_are_fast() -> None:
+    config, why = choose_numerics(make_config(trainer__numerics=Numerics.AUTO), continues=False)
+    assert config.trainer.numerics is Numerics.FAST
+    assert "the engine computes adapters beside the weights" in why
 
 
 def test_commands_that_load_one_model_refuse_a_run_of_several_policies() -> None:
