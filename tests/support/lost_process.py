@@ -35,7 +35,7 @@ async def ends_well() -> None:
 async def computes() -> None:
     """Process 1 computes in the loop's thread, at once and for longer than a stranger is given."""
     if RANK == "1":
-        time.sleep(2.5)
+        time.sleep(2.5)  # noqa: ASYNC251
     await asyncio.sleep(3.0)
 
 

@@ -290,9 +290,7 @@ class _Others:
             else:
                 self._lose(f"{self._names[rank]} has not connected within {_MEET_S:g} s: it was lost before")
 
-    async def _follow(
-        self, connection: socket.socket, token: str, greeted: asyncio.Event | None = None
-    ) -> None:
+    async def _follow(self, connection: socket.socket, token: str, greeted: asyncio.Event | None = None) -> None:
         from unbroken.rollout.process.channel import keep_alive  # it loads numpy, and commands load this module
 
         keep_alive(connection)
