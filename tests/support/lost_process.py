@@ -32,6 +32,25 @@ async def ends_well() -> None:
     await learned.wait()
 
 
+async def computes() -> None:
+    """Process 1 computes in the loop's thread, at once and for longer than a stranger is given."""
+    if RANK == "1":
+        time.sleep(2.5)  # noqa: ASYNC251
+    await asyncio.sleep(3.0)
+
+
+async def interrupted() -> None:
+    """A launcher ends both at once; process 0 closes what it has open for longer than process 1."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().call_later(0.2, task.cancel)
+    try:
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(1.0 if RANK == "0" else 0.0)
+        print("closed", flush=True)
+
+
 async def cannot_listen() -> None:
     """Process 0 has no address."""
 
@@ -60,6 +79,8 @@ def main(case: str) -> None:
     """Run one of the cases."""
     processes._MEET_S = 3.0 if case == "killed_before" else 60.0
     processes._HANDSHAKE_S, processes._OWN_ERROR_S, processes._THREADS_S = 1.0, 1.0, 0.8
+    if case == "interrupted":
+        processes._OWN_ERROR_S, processes._THREADS_S = 0.3, 60.0
     lose = processes._Others._lose
     processes._Others._lose = lambda self, reason: (lose(self, reason), learned.set())  # type: ignore[method-assign]
     processes.join_processes()

@@ -641,6 +641,11 @@ class _Speakers:
         """Number of ids sampled in all turns."""
         return sum(each.num_sampled for each in self._by_name.values()) or self.current.num_sampled
 
+    @property
+    def _names(self) -> list[str]:
+        """Of several policies those that spoke; not one that a limit has kept from its first turn."""
+        return [name for name, each in self._by_name.items() if each.turns]
+
     def choose(self, outcome: EnvStart | Continue | Rewrite) -> _Conversation:
         """The conversation of who speaks next; `InvalidInputError` if the environment names nobody, or nobody known."""
         said, table = outcome.policy, self._table
@@ -676,13 +681,13 @@ class _Speakers:
     def make_zero_rewards(self) -> dict[str, float]:
         """The reward 0 of each policy that spoke."""
         assert self._table is not None, "asked for only with several policies"
-        return {name: 0.0 for name in self._table.config.names if name in self._by_name}
+        return {name: 0.0 for name in self._table.config.names if name in self._names}
 
     def add_turn_rewards(self, given: Any) -> dict[str, float]:
         """The environment's rewards, with those of each policy's turns; raises as `PoliciesConfig.read_rewards`."""
         assert self._table is not None, "asked for only with several policies"
-        rewards = self._table.config.read_rewards(given, self._by_name.keys())
-        for name in rewards.keys() & self._by_name.keys():
+        rewards = self._table.config.read_rewards(given, self._names)
+        for name in rewards.keys() & self._names:
             total = rewards[name] + sum(_fill_turn_rewards(self._by_name[name].turn_rewards))
             rewards[name] = to_finite_float32(total, name=f"the reward's sum of {name}", error=RewardError)
         return rewards
@@ -697,7 +702,7 @@ class _Speakers:
         parts = {
             name: self._make_part(record, name, rewards.get(name))
             for name in self._table.config.names
-            if name in self._by_name and self._by_name[name].turns
+            if name in self._names
         }
         return replace(
             record,

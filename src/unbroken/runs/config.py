@@ -657,8 +657,8 @@ class RunConfig:
             "warm_start": (self.warm_start is None, "left out: no row says whose it is"),
             "images": (not self.images, "false"),
             "trainer.numerics": (
-                self.trainer.numerics is Numerics.FAST,
-                "fast: the engine computes adapters beside the weights, and the trainer's sum has other bits",
+                self.trainer.numerics is not Numerics.EXACT,
+                "fast, or auto: the engine computes adapters beside the weights, and the trainer's sum has other bits",
             ),
             "trainer.parallel": (
                 self.trainer.parallel.num_processes == self.trainer.parallel.sequence == 1,

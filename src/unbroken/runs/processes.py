@@ -137,7 +137,8 @@ async def ended_together() -> AsyncIterator[None]:
 
     def cancel() -> None:
         nonlocal is_cancelled
-        if not is_over:
+        # One that SIGTERM or Ctrl-C ends, as a launcher does all at once, closes what it has open as the lost one did.
+        if not is_over and task.cancelling() == 0:
             is_cancelled = task.cancel()
 
     loss.add_done_callback(lambda _: loop.call_later(_OWN_ERROR_S, cancel))
@@ -256,12 +257,15 @@ class _Others:
                 self.own_name, host, port, error,
             )  # fmt: skip
         else:
-            self._start(self._follow(connection, token))
+            greeted = asyncio.Event()
+            self._start(self._follow(connection, token, greeted)).add_done_callback(lambda _: greeted.set())
+            await greeted.wait()  # the run may compute in this thread for longer than the first one waits for a name
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self, server: socket.socket, token: str) -> None:
         # sock_accept, cancelled while a connection waits, prints its own error.
@@ -286,7 +290,7 @@ class _Others:
             else:
                 self._lose(f"{self._names[rank]} has not connected within {_MEET_S:g} s: it was lost before")
 
-    async def _follow(self, connection: socket.socket, token: str) -> None:
+    async def _follow(self, connection: socket.socket, token: str, greeted: asyncio.Event | None = None) -> None:
         from unbroken.rollout.process.channel import keep_alive  # it loads numpy, and commands load this module
 
         keep_alive(connection)
@@ -299,6 +303,8 @@ class _Others:
                 if self._index > 0:
                     writer.write(f"{token} {self._index} {self.own_name}\n".encode())
                 self._writers.append(writer)
+                if greeted is not None:
+                    greeted.set()
                 if self._loss.done():  # before it came
                     self._say(self._loss.result())
                 said = ""

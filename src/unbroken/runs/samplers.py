@@ -32,6 +32,7 @@ from unbroken.ledger.store import is_postgres_url
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import check_tools_shown
 from unbroken.rollout.agents.runner import SessionGateway
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.rollout.process.channel import Hello
 from unbroken.rollout.process.pool import SamplerPool
 from unbroken.rollout.process.worker import serve_orders
@@ -76,6 +77,19 @@ class SamplerOpener:
         if config.trainer.routing_replay and self.train_on.agent is not None:
             raise InvalidInputError(
                 "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
+            )
+        if config.policies is not None:
+            self._check_policies(config.policies)
+
+    def _check_policies(self, policies: PoliciesConfig) -> None:
+        """Raise `InvalidInputError` for problems that do not say who speaks, or whose rewards are nobody's."""
+        names = list(policies.names)
+        if _have_agents(self.problems):
+            raise InvalidInputError(f"policies must be left out with agents, who name none, got {names}")
+        if any(each.score is not None for each in self.problems):
+            raise InvalidInputError(
+                "rewards must be left out with policies, each of which has its own reward from the environment "
+                f"(Env.reward), got reward functions of whole rollouts with {names}"
             )
 
     @property
@@ -162,8 +176,6 @@ class SamplerOpener:
             elsewhere=elsewhere,
             policies=self.config.policies,
         )
-        if self.config.policies is not None and _have_agents(self.problems):
-            raise InvalidInputError(f"policies must be left out with agents, who name none, got {self.config.policies}")
         if elsewhere is None and _have_agents(self.problems):
             opening = _open_sessions(self.config, engine=engine, model=self.source, images=images, part=self.part)
             sampler = replace(sampler, sessions=await stack.enter_async_context(opening))

@@ -51,8 +51,9 @@ def cancelled_by_sigterm() -> Iterator[None]:
     except asyncio.CancelledError:
         if not came.is_set():
             raise
-        exit_in(_THREADS_S, status=TERMINATED)
         raise Terminated from None
     finally:
         if can_handle:
             loop.remove_signal_handler(signal.SIGTERM)
+        if came.is_set():  # also where what was open could not be closed
+            exit_in(_THREADS_S, status=TERMINATED)

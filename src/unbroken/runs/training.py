@@ -132,6 +132,7 @@ def run_without_training(
     Raises:
         Terminated: SIGTERM came.
     """
+    config, _ = choose_numerics(config, continues=False)  # engines know no auto
 
     async def make_and_use() -> None:
         with cancelled_by_sigterm() if has_signals else nullcontext():

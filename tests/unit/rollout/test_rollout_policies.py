@@ -57,6 +57,7 @@ async def play(
     policies: PoliciesConfig | None = TWO,
     n: int = 1,
     seed: int = 3,
+    limits: Limits | None = None,
 ) -> TrajectoryGroup:
     return await run_group(
         (lambda: env) if isinstance(env, Talk) else env,
@@ -64,7 +65,7 @@ async def play(
         engine=engine,
         renderer=FakeRenderer(),
         sampling=SamplingParams(seed=seed),
-        limits=Limits(),
+        limits=limits or Limits(),
         group_id="g",
         policies=policies,
     )
@@ -126,6 +127,14 @@ async def test_rows_rewards_and_turn_rewards_are_those_of_their_own_policy() -> 
         "She says no.",
         "5",
     ]
+
+
+@pytest.mark.parametrize("limits", [Limits(max_turns=1), Limits(max_tokens=2)])
+async def test_a_policy_that_a_limit_keeps_from_its_first_turn_did_not_speak_and_needs_no_reward(limits) -> None:
+    env = Talk(Continue(messages=[user("He says 4.")], policy="critic"), rewards={"solver": 1.0})
+    (trajectory,) = (await play(env, talker("4", "no"), limits=limits)).trajectories
+    assert trajectory.status in (TrajectoryStatus.MAX_TURNS, TrajectoryStatus.MAX_TOKENS)
+    assert (trajectory.reward, list(trajectory.parts)) == (1.0, ["solver"])
 
 
 async def test_the_record_says_who_spoke_each_turn_and_which_messages_are_whose() -> None:

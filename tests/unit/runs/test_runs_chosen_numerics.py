@@ -11,9 +11,12 @@ import pytest
 from transformers import MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from unbroken.runs.chosen_numerics import _HOPPER, _MEASURED, _decide, _find_unmeasured, choose_numerics
+from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import claim_folder
+from unbroken.runs.recipe import Recipe, Task
 from unbroken.runs.settings import build, describe, section_of
+from unbroken.runs.training import run_without_training
 from unbroken.types import Numerics
 
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
@@ -100,3 +103,18 @@ def test_other_processes_take_what_the_first_has_written(tmp_path):
     began = replace(config, trainer=replace(config.trainer, numerics=Numerics.EXACT))
     claim_folder(tmp_path, "task", describe(began))
     assert choose_numerics(config, continues=True)[0] == began
+
+
+def test_an_evaluation_chooses_too_for_its_engine_knows_no_auto(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    problems, seen = Problems(env=lambda number: None), []
+
+    async def make_task(config: RunConfig) -> Task:
+        return Task(model="model", train_on=problems, evaluate_on=problems)
+
+    async def evaluate(config: RunConfig, task: Task) -> None:
+        seen.append(config.trainer.numerics)
+
+    recipe = Recipe(name="task.py", doc="", section=section_of(RunConfig), make=make_task)
+    run_without_training(recipe, make_config(tmp_path), evaluate)
+    assert seen == [Numerics.FAST]

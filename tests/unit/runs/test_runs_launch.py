@@ -155,6 +155,8 @@ def test_a_process_whose_fork_lives_longer_than_itself_is_lost_all_the_same(tmp_
         ("ends_well", [0, 1], "failed: ValueError: no such row"),
         ("cannot_listen", [0, 0], "cannot listen for the others (KeyError: 'MASTER_ADDR')"),
         ("strangers", [0, 0], "ended well"),
+        ("computes", [0, 0], "ended well"),
+        ("interrupted", [1, 1], "closed"),
     ],
 )
 def test_processes_know_each_other_before_the_run_begins_and_no_stranger_matters(case, codes, said):

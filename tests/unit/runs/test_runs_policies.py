@@ -10,7 +10,10 @@ import pytest
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs.algorithms import Algorithm
+from unbroken.runs.chosen_numerics import choose_numerics
+from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
+from unbroken.runs.samplers import SamplerOpener
 from unbroken.runs.settings import build, section_of
 from unbroken.training.config import LoraUpdates
 from unbroken.types import Numerics
@@ -52,6 +55,27 @@ def test_engines_get_the_adapters_of_policies_and_never_merged_weights() -> None
 def test_what_policies_cannot_have_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         make_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("problems", "message"),
+    [
+        ({"env": None, "agent": lambda number: None}, "policies must be left out with agents, who name none"),
+        ({"env": lambda number: None, "score": lambda number, group: None}, "rewards must be left out with policies"),
+    ],
+)
+def test_problems_whose_rewards_are_of_no_policy_are_refused(problems: dict[str, Any], message: str) -> None:
+    """The reward functions' part would count for evaluations, and for what no policy is trained on."""
+    plain = Problems(env=lambda number: None)
+    for train_on, evaluate_on in ((Problems(**problems), plain), (plain, Problems(**problems))):
+        with pytest.raises(InvalidInputError, match=message + r".*\['solver', 'critic'\]"):
+            SamplerOpener(config=make_config(), source="model", train_on=train_on, evaluate_on=[evaluate_on], part="0")
+
+
+def test_numerics_that_a_run_chooses_are_fast() -> None:
+    config, why = choose_numerics(make_config(trainer__numerics=Numerics.AUTO), continues=False)
+    assert config.trainer.numerics is Numerics.FAST
+    assert "the engine computes adapters beside the weights" in why
 
 
 def test_commands_that_load_one_model_refuse_a_run_of_several_policies() -> None:

@@ -19,6 +19,8 @@ class Engine:
     async def close(self):
         await asyncio.sleep(0.1)
         print("closed", flush=True)
+        if sys.argv[2:]:
+            raise OSError(sys.argv[2])
 
 async def main():
     with signals.cancelled_by_sigterm():
@@ -38,8 +40,8 @@ except signals.Terminated:
 """
 
 
-def run_and_terminate(*, step_s: float) -> tuple[int, str]:
-    command = [sys.executable, "-c", RUN, str(step_s)]
+def run_and_terminate(*words: str, step_s: float) -> tuple[int, str]:
+    command = [sys.executable, "-c", RUN, str(step_s), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "open\n"
         process.send_signal(signal.SIGTERM)
@@ -54,6 +56,7 @@ def test_an_engine_is_closed_before_the_process_ends():
 
 def test_a_thread_that_waits_forever_holds_nothing_up():
     assert run_and_terminate(step_s=600) == (143, "closed\n")
+    assert run_and_terminate("the connection is gone", step_s=600) == (143, "closed\n"), "also if closing fails"
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,9 @@ class Evidence:
     ending: Ending = field(default_factory=Ending)
     temperature: float | None = None
     """At which is sampled; None if it is not known."""
-    has_curriculum: bool = False
-    """Whether problems are chosen by the results so far: the better the policy, the harder they may be."""
+    gets_harder: bool = False
+    """Whether the better the policy, the harder it may have it: a curriculum chooses problems by the results so far, or
+    other policies and frozen copies, which become better too, play with it."""
     said: Mapping[str, str] = field(default_factory=dict)
     """What the run has said, by the name of the rule, each with when: `after 5 steps: ...`."""
     is_evaluation: bool = False
@@ -228,7 +229,7 @@ def read_run(folder: Path, ending: Ending) -> Evidence:
     evidence = Evidence(
         ending=ending,
         temperature=_read_number(known.get("rollouts.sampling.temperature")),
-        has_curriculum=known.get("curriculum") is not None,
+        gets_harder=any(known.get(name) is not None for name in ("curriculum", "policies.names")),
         said=_read_said(folder),
     )
     for step in read_steps(folder):

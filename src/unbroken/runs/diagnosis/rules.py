@@ -446,7 +446,7 @@ def _has_other_cause(evidence: Evidence) -> bool:
 def _should_rise(evidence: Evidence) -> bool:
     """Whether no more steps come, or many were made; and the reward, of problems like the first, is what is trained."""
     is_long = evidence.ending.is_over or evidence.num_steps >= _LONG_RUN
-    return is_long and not evidence.has_curriculum and "teacher/kl" not in evidence.newest
+    return is_long and not evidence.gets_harder and "teacher/kl" not in evidence.newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1014,7 +1014,8 @@ RULES: tuple[_Rule, ...] = (
         topic=Topic.LEARNING,
         find=_find_no_rise,
         when="the mean reward of the last five steps is not above that of the first by twice its error, in a run of "
-        "ten steps and more that is over, or after 100 steps; and no other line of this table speaks",
+        "ten steps and more that is over, or after 100 steps, without a curriculum or several policies; and no other "
+        "line of this table speaks",
         advice="see in rollouts what a better one would do, and whether the policy ever does it: if not, take easier "
         "problems or reward a part of the way; if it does, take a higher --trainer.optimizer.learning-rate, more "
         "--loop.num-steps, or more rollouts a step (--rollouts.group-size)",

@@ -221,7 +221,7 @@ def test_a_flat_reward_is_said_of_a_run_that_is_over_or_long_and_where_no_cause_
     fallen = observe(*record(SOLVED_IN_20[::-1]), ending="finished")
     assert "the reward has fallen: 0.9 in the first 5 steps and 0.603 in the last 5" in find(fallen)["no-rise"]
     flat = observe(*record(FLAT_IN_20), ending="finished")
-    assert find(replace(flat, has_curriculum=True)) == {}, "its problems get harder"
+    assert find(replace(flat, gets_harder=True)) == {}, "its problems get harder"
     assert find(observe(*record([0.95 + 0.01 * (k % 3) for k in range(20)]), ending="finished")) == {}, "near its best"
 
 

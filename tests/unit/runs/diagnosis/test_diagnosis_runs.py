@@ -115,6 +115,20 @@ def test_a_run_that_continues_says_nothing_again(tmp_path, model, capsys):
     assert kept["findings"] == [asdict(each) for each in diagnose_folder(tmp_path / "run")[1]]
 
 
+@pytest.mark.parametrize(
+    ("settings", "gets_harder"),
+    [
+        ({}, False),
+        ({"curriculum": None}, False),
+        ({"curriculum": "solved"}, True),
+        ({"policies.names": ["first", "second"]}, True),
+    ],
+)
+def test_the_settings_say_whether_a_better_policy_has_it_harder(tmp_path, settings, gets_harder):
+    (tmp_path / "recipe.json").write_text(json.dumps({"settings": settings}))
+    assert read_evidence(tmp_path).gets_harder is gets_harder
+
+
 def test_an_evaluation_is_diagnosed_by_its_rollouts(tmp_path, model, capsys):
     task = write_task(tmp_path, model, BROKEN["equal-rewards"][0])
     assert main(["eval", str(task), "--problems", "8", f"--output={tmp_path / 'run'}", "--preflight=false"]) == 0
