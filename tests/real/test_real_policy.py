@@ -13,8 +13,11 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from unbroken.cli import main
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import PolicyMismatchError
+from unbroken.exactness import choose_probe_ids
 from unbroken.rendering.loader import load_renderer
 from unbroken.runs.policy_check import check_against_folder
+from unbroken.training.config import Packing
+from unbroken.training.model.logprobs import PolicyLogprobs
 
 pytestmark = pytest.mark.real
 
@@ -61,3 +64,13 @@ async def test_i9_one_layer_of_thirty_in_the_place_of_another_is_found(model):
             await check_against_folder(engine, model, load_renderer(str(model)))
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_scores_in_either_precision(model, dtype):
+    """A teacher's weights and those below adapters are bfloat16: the checks at its start are not of rounding alone."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    policy = PolicyLogprobs(loaded, chunk_size=1024, packing=Packing.ONE_LANE)
+    ids = choose_probe_ids(8, policy.vocab_size, loaded.device)[None]
+    with torch.no_grad():
+        assert policy(ids, torch.arange(8)[None] > 0, 1.0).logprobs_N.isfinite().all()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from unbroken.errors import InvalidInputError
+from unbroken.exactness import choose_probe_ids
 from unbroken.training.model.sharding import reshard
 from unbroken.training.model.tree_attention import limit_variants
 
@@ -73,7 +74,7 @@ def _probe_logprobs(policy: Any) -> Sequence[torch.Tensor]:
     device = policy.causal.device
     found = []
     for shape in PROBE_SHAPES:
-        token_ids_BT = torch.arange(1, 1 + shape[0] * shape[1], device=device).remainder(policy.vocab_size).view(shape)
+        token_ids_BT = choose_probe_ids(shape[0] * shape[1], policy.vocab_size, device).view(shape)
         mask_BT = torch.ones_like(token_ids_BT, dtype=torch.bool)
         mask_BT[:, 0] = False
         found.append(policy(token_ids_BT, mask_BT, 1.0).logprobs_N)

@@ -28,6 +28,7 @@ from unbroken.exactness import (
     attending_by,
     call_rounded,
     choose_attention,
+    choose_probe_ids,
     find_length_dependence,
     get_tolerance,
 )
@@ -526,7 +527,7 @@ class PolicyLogprobs(nn.Module):
 
     @torch.no_grad()
     def _check_on_few_ids(self, device: torch.device, images: RowImages | None, *, counts_choices: bool) -> None:
-        token_ids_1T = torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None]
+        token_ids_1T = choose_probe_ids(NUM_PROBE_IDS, self.vocab_size, device)[None]
         self._check_against_forward(token_ids_1T, None)
         if images is not None:
             self._check_against_forward(*images.example(device))

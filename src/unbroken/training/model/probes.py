@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
 from unbroken.decoder_config import DecoderConfig
-from unbroken.exactness import choose_long_length, get_tolerance
+from unbroken.exactness import choose_long_length, choose_probe_ids, get_tolerance
 from unbroken.training.model.backbone import get_backbone, hidden_states
 from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.scores import Entropy
@@ -76,7 +76,7 @@ def is_exact_by_rows(policy: Any, vocab_size: int, device: torch.device) -> bool
 
 def _make_packed_rows(model: Any, vocab_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     lengths = [5, 4, choose_long_length(model)]
-    return torch.split(torch.arange(1, 1 + sum(lengths), device=device).remainder(vocab_size), lengths)
+    return torch.split(choose_probe_ids(sum(lengths), vocab_size, device), lengths)
 
 
 def _logprobs_of_lane(policy: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError
-from unbroken.exactness import choose_long_length, get_tolerance
+from unbroken.exactness import choose_long_length, choose_probe_ids, get_tolerance
 from unbroken.training.model.scores import TokenScores
 from unbroken.training.model.varlen import IMPLEMENTATION, register_attention
 
@@ -180,7 +180,7 @@ def split_lanes(policy: Any, sequence: SequenceGroup) -> None:
 
 def _run_probe(policy: Any) -> torch.Tensor:
     device, length = policy.causal.device, choose_long_length(policy.causal) - 1
-    ids_BT = torch.arange(1, 1 + 2 * length, device=device).remainder(policy.vocab_size).view(2, length)
+    ids_BT = choose_probe_ids(2 * length, policy.vocab_size, device).view(2, length)
     logprobs_N: torch.Tensor = policy(ids_BT, torch.arange(length, device=device).expand(2, -1) > 0, 1.0).logprobs_N
     return logprobs_N
 
