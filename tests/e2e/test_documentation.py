@@ -535,6 +535,15 @@ def test_the_blocks_of_sessions_run(workplace: Path, monkeypatch: pytest.MonkeyP
         assert '"choices"' in run_shell(f"SERVER={url}; KEY={created['api_key']}\n{shell}")
 
 
+def test_the_debate_of_several_policies_is_trained(workplace: Path) -> None:
+    (workplace / "debate.py").write_text(block("docs/policies.md", "from unbroken import Continue, Done, EnvStart"))
+    settings = block("docs/policies.md", 'model = "Qwen/Qwen2.5-0.5B-Instruct"')
+    (workplace / "debate.toml").write_text(settings.replace("Qwen/Qwen2.5-0.5B-Instruct", "path/to/model"))
+    assert main(["train", "debate.toml", "--output=runs/debate", *SMALL]) == 0
+    lines = (workplace / "runs/debate/metrics/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["reward/solver_mean"] == json.loads(lines[0])["reward/critic_mean"] == 0
+
+
 def test_the_blocks_of_training_rollouts_and_environments_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,7 +155,7 @@ Marked `EDIT`. For example, answer with the word of the *first* lookup, and do n
 python make_data.py
 python test_rewards.py
 unbroken train task.toml
-unbroken eval task.toml --model {model} --model runs/second    # before, after, each reward
+unbroken eval task.toml --model {model} --model runs/second    # before, after, on 64 of the rows that train
 unbroken doctor runs/second    # what is wrong
 ```
 `tools.py` has the tool. `train.py` is the same as a script; another reward needs another `output`. Settings:

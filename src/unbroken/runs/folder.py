@@ -30,6 +30,8 @@ RECIPE_FILE = "recipe.json"
 RECIPE_PART = f"{RECIPE_FILE}.part"
 LOCK_FILE = "run.lock"
 _EVALUATIONS = "evaluation.jsonl"
+_SHOWN_DIGITS = 12
+"""Of a digest of 64."""
 _MAX_DIFFERENCES = 4
 """Besides the first; of a run with other settings altogether, all would be a page."""
 FIT = "unbroken.fit"
@@ -261,10 +263,16 @@ def _check_same_files(
     for each in sorted(before.keys() & files.keys()):
         if before[each] not in (files[each], None):  # null: the user has said that it may be another one
             raise InvalidInputError(
-                f"{each} must be {before[each]!r} as in the run in {folder}, got {files[each]!r}: a run continues with "
+                f"{each} must be {_shorten_digest(before[each])} as in the run in {folder}, got "
+                f"{_shorten_digest(files[each])}: a run continues with "
                 f"the files that it began with. Give that one, or another {option}; to go on with this one on purpose, "
                 f"write null in its place in {folder / RECIPE_FILE}; rows to train on must stay the same"
             )
+
+
+def _shorten_digest(digest: str | None) -> str:
+    """Enough of it to see that two differ."""
+    return "none" if digest is None else repr(digest[:_SHOWN_DIGITS])
 
 
 def digest_files(settings: Mapping[str, Any], *, code: str = "") -> dict[str, str]:

@@ -389,8 +389,11 @@ def _describe_fall(evidence: Evidence, name: str, weight: float) -> str | None:
 def _find_constant_part(evidence: Evidence) -> str | None:
     """A part of the reward is the same in all rollouts, and at its worst as far as is known, while their sum varies.
 
-    It is not silent while the sum rises, which hides it: what rises is another part.
+    It is not silent while the sum rises, which hides it: what rises is another part. An evaluation teaches nothing,
+    and a penalty that a trained model never gets is as it should be.
     """
+    if evidence.is_evaluation:
+        return None
     weights = next((note.weights for note in evidence.notes if note.weights), {})
     if len(weights) < 2 or evidence.lowest == evidence.highest or not evidence.get_recent(3):
         return None
@@ -403,11 +406,10 @@ def _describe_constant(evidence: Evidence, name: str, weight: float) -> str | No
     value, number = _find_constant(evidence, name), round(_sum(evidence.last, "rollout/num_trainable"))
     if value is None or weight == 0 or value * weight > 0 or number < _MIN_ROLLOUTS:
         return None
-    is_all = evidence.num_steps == len(evidence.last) and not evidence.is_evaluation
-    span = "so far" if is_all else _name_span(evidence, evidence.last)
-    teaches = "" if evidence.is_evaluation else ": it teaches nothing"
+    span = "so far" if evidence.num_steps == len(evidence.last) else _name_span(evidence, evidence.last)
     best = ", unless that is the best it can be" if value == 0 else ""
-    return f"{name} is {value:g} in all {number} rollouts {span}{teaches}{best}{_show_pair(evidence.notes)}"
+    shown = f"{value + 0.0:g}"  # -0 is 0
+    return f"{name} is {shown} in all {number} rollouts {span}: it teaches nothing{best}{_show_pair(evidence.notes)}"
 
 
 def _find_constant(evidence: Evidence, name: str) -> float | None:

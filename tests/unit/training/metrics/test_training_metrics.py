@@ -135,7 +135,7 @@ def test_every_number_of_a_step_is_logged():
     stats = Trainer(tiny_qwen3(), TrainerConfig()).step([row([1, 2, 3], sampled=[1, 2])])
     logged = {name.partition("/")[2] for name in step_metrics(stats)}
     nested = {"mismatch", "objective", "k3_by_lag", "seconds", "staleness_mean", "staleness_max"}
-    nested |= {"ids_by_staleness", "routing", "supervised", "teachers", "forward_kl"}
+    nested |= {"ids_by_staleness", "routing", "supervised", "teachers", "forward_kl", "policies"}
     fields = set(type(stats).__dataclass_fields__) - nested
     assert fields <= logged
     assert set(type(stats.mismatch).__dataclass_fields__) <= logged
