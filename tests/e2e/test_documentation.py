@@ -624,8 +624,9 @@ def make_small(name: str, text: str) -> str:
 
 
 def find_labels(text: str) -> list[str]:
-    """The first word of each line that has one."""
-    return [found[0] for line in text.splitlines() if (found := re.search(r"[A-Za-z@/_]{2,}\d*", line))]
+    """The first word of each line that has one, but of those with what a model said."""
+    lines = [line for line in text.splitlines() if not line.strip().startswith("->")]
+    return [found[0] for line in lines if (found := re.search(r"[A-Za-z@/_]{2,}\d*", line))]
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
