@@ -175,7 +175,8 @@ class PretendTrainer:
         numbers = dict.fromkeys(StepStats.__dataclass_fields__, 0)
         mismatch = Mismatch(**dict.fromkeys(Mismatch.__dataclass_fields__, 0))
         none = dict.fromkeys(("objective", "supervised", "routing", "reference_k3", "entropy_weight", "router_loss"))
-        own = {"mismatch": mismatch, "k3_by_lag": {}, "ids_by_staleness": {}, "num_rows": len(units), "seconds": 1.0}
+        own = {"mismatch": mismatch, "num_rows": len(units), "seconds": 1.0}
+        own |= {name: {} for name in ("k3_by_lag", "ids_by_staleness", "teachers", "policies")}
         return StepStats(**{**numbers, **none, **own})  # type: ignore[arg-type]
 
     def logprobs(self, samples: Sequence[Any]) -> list[Any]:

@@ -280,8 +280,8 @@ class EvaluationConfig:
     """Evaluations before the first step, after the last, and by choice between, in `evaluation.jsonl`."""
 
     num_problems: int = 0
-    """Problems that are evaluated, the same each time, of a set without a number of its own; 0 for no evaluation. They
-    are of the rows that train, unless `evaluation_sets` or the recipe has others."""
+    """Problems that are evaluated, the same each time; 0 for no evaluation. They are rows that train, unless there are
+    `evaluation_sets`, of which each may have a number of its own."""
     num_samples: int = 1
     """Rollouts of each problem, for pass@k and a smaller error."""
     every: int = 0
