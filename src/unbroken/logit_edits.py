@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ class _History:
     start: int
     """Where the completion begins."""
     controls: LogitControls
+
+
+_Group: TypeAlias = tuple[torch.Tensor, _History, NDArray[np.int64]]
+"""The rows of the tokens that follow one history, the history, and their places, which rise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +80,10 @@ class LogitEdits:
 
     def apply(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return the changed logits; impossible ids have -inf. A gradient flows through it."""
-        edited_NV = self._add_bias(logits_NV)
+        groups = list(self._groups(logits_NV.device))
+        edited_NV = _add_bias(logits_NV, groups)
         changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for rows, history, places in self._groups(logits_NV.device):
+        for rows, history, places in groups:
             factor, controls = history.controls.repetition_penalty, history.controls
             if factor == 1 and not controls.presence_penalty and not controls.frequency_penalty:
                 continue
@@ -90,57 +96,60 @@ class LogitEdits:
                 own_GV = own_GV - controls.presence_penalty * (counts_GV > 0).to(own_GV.dtype)
             changed.append((rows, own_GV))
         edited_NV = _put(edited_NV, changed)
-        impossible_NV = self._find_impossible(logits_NV)
+        impossible_NV = _find_impossible(logits_NV, groups)
         return edited_NV if impossible_NV is None else edited_NV.masked_fill(impossible_NV, float("-inf"))
 
     def pull_back(self, gradient_NV: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
         """The gradient for `logits_NV`, from that for `apply(logits_NV)`: only the repetition penalty scales them."""
         if all(each.controls.repetition_penalty == 1 for each in self.histories):
             return gradient_NV
-        biased_NV = self._add_bias(logits_NV)
+        groups = list(self._groups(logits_NV.device))
+        biased_NV = _add_bias(logits_NV, groups)
         scaled = [
             (rows, gradient_NV[rows] * _find_scales(biased_NV[rows], history, places))
-            for rows, history, places in self._groups(logits_NV.device)
+            for rows, history, places in groups
             if history.controls.repetition_penalty != 1
         ]
         return _put(gradient_NV, scaled)
 
-    def _groups(self, device: torch.device) -> Iterator[tuple[torch.Tensor, _History, NDArray[np.int64]]]:
+    def _groups(self, device: torch.device) -> Iterator[_Group]:
         """The tokens of each history, in the order of their places: their rows, the history, their places."""
         for number in np.unique(self.numbers_N[self.numbers_N != _NONE]).tolist():
             rows = np.flatnonzero(self.numbers_N == number)
             rows = rows[np.argsort(self.places_N[rows], kind="stable")]
             yield torch.from_numpy(rows).to(device), self.histories[number], self.places_N[rows]
 
-    def _add_bias(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        tokens, ids, values = [], [], []
-        for rows, history, _ in self._groups(logits_NV.device):
-            if bias := history.controls.logit_bias:
-                tokens.append(rows.repeat_interleave(len(bias)))
-                ids.append(torch.tensor([token_id for token_id, _ in bias]).repeat(len(rows)))
-                values.append(torch.tensor([value for _, value in bias], dtype=logits_NV.dtype).repeat(len(rows)))
-        if not tokens:
-            return logits_NV
-        where = torch.cat(tokens), torch.cat(ids).to(logits_NV.device)
-        return logits_NV.index_put(where, torch.cat(values).to(logits_NV.device), accumulate=True)
 
-    def _find_impossible(self, logits_NV: torch.Tensor) -> torch.Tensor | None:
-        """[N, V] the ids that cannot be sampled; None if all can."""
-        impossible_NV: torch.Tensor | None = None
-        for rows, history, places in self._groups(logits_NV.device):
-            controls = history.controls
-            if not controls.forbids:
-                continue
-            if impossible_NV is None:
-                impossible_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
-            if controls.allowed_token_ids:
-                is_other_V = torch.ones_like(impossible_NV[0])
-                is_other_V[list(controls.allowed_token_ids)] = False
-                impossible_NV[rows] = is_other_V
-            for banned_G, token_id in _find_bans(history, places):
-                if banned_G.any():
-                    impossible_NV[rows[torch.from_numpy(banned_G).to(rows.device)], token_id] = True
-        return impossible_NV
+def _add_bias(logits_NV: torch.Tensor, groups: Sequence[_Group]) -> torch.Tensor:
+    tokens, ids, values = [], [], []
+    for rows, history, _ in groups:
+        if bias := history.controls.logit_bias:
+            tokens.append(rows.repeat_interleave(len(bias)))
+            ids.append(torch.tensor([token_id for token_id, _ in bias]).repeat(len(rows)))
+            values.append(torch.tensor([value for _, value in bias], dtype=logits_NV.dtype).repeat(len(rows)))
+    if not tokens:
+        return logits_NV
+    where = torch.cat(tokens), torch.cat(ids).to(logits_NV.device)
+    return logits_NV.index_put(where, torch.cat(values).to(logits_NV.device), accumulate=True)
+
+
+def _find_impossible(logits_NV: torch.Tensor, groups: Sequence[_Group]) -> torch.Tensor | None:
+    """[N, V] the ids that cannot be sampled; None if all can."""
+    impossible_NV: torch.Tensor | None = None
+    for rows, history, places in groups:
+        controls = history.controls
+        if not controls.forbids:
+            continue
+        if impossible_NV is None:
+            impossible_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
+        if controls.allowed_token_ids:
+            is_other_V = torch.ones_like(impossible_NV[0])
+            is_other_V[list(controls.allowed_token_ids)] = False
+            impossible_NV[rows] = is_other_V
+        for banned_G, token_id in _find_bans(history, places):
+            if banned_G.any():
+                impossible_NV[rows[torch.from_numpy(banned_G).to(rows.device)], token_id] = True
+    return impossible_NV
 
 
 def _put(values_NV: torch.Tensor, changed: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

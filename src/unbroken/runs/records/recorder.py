@@ -122,8 +122,11 @@ class Recorder:
             "counters": rollouts.counters.as_dict(),
         }
         trained = _TrainedRows(self.trainer, rollouts.units)
-        members = {member.trajectory_id: member for group in groups for member in group.trajectories}
-        return head, {name: self._describe_rows(member, scores.get(name), trained) for name, member in members.items()}
+        members = [member for group in groups for member in group.trajectories]
+        return head, {
+            member.trajectory_id: self._describe_rows(member, scores.get(member.trajectory_id), trained)
+            for member in members
+        }
 
     def _describe_rows(
         self, member: Trajectory, scores: Sequence[RowScores] | None, trained: _TrainedRows

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.counters import Counters
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.metrics.writer import Metrics, counter_metrics
 from unbroken.training.objective.advantages import all_equal
 from unbroken.training.objective.comparison import MIN_GROUP_SIZE
@@ -78,7 +78,9 @@ class RolloutNumbers:
             prompt_tokens=_floats(map(_num_prompt_ids, members)),
             completion_tokens=_read("num_sampled", members),
             turns=_floats(len(member.turns) for member in members),
-            given_ids=_floats(map(_num_given_ids, chain.from_iterable(map(attrgetter("turns"), members)))),
+            given_ids=_floats(
+                map(attrgetter("sequence.num_given"), chain.from_iterable(map(attrgetter("turns"), members)))
+            ),
             tool_calls=_floats(map(_num_tool_calls, members)),
             rollout_s=_read("wall_time_s", members),
             engine_s=_read("engine_s", members),
@@ -189,10 +191,6 @@ def _sum_by_name(costs: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _num_prompt_ids(trajectory: Trajectory) -> int:
     nodes = trajectory.tree.nodes
     return len(nodes[0].token_ids) if nodes else 0
-
-
-def _num_given_ids(turn: Turn) -> int:
-    return turn.sequence.num_given
 
 
 def _num_tool_calls(trajectory: Trajectory) -> int:
