@@ -57,7 +57,7 @@ from grpo_task import (
     save_model,
     turn_options,
 )
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -67,7 +67,7 @@ from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.processes import Rank
 from unbroken.threads import keep_loop_responsive
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
-from unbroken.training.loop import train
+from unbroken.training.loop import open_steps
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.observer import RunObserver, StepRollouts
@@ -201,14 +201,11 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
                 warmed_up = SETTINGS[name].num_turns
                 collect = make_collector(found, folder, arguments, name)
                 watch.restart(name, num_warmup=num_warmup)
-                await train(
-                    collect,
-                    trainer=trainer,
-                    publisher=watch,
-                    metrics=metrics,
-                    config=LoopConfig(num_steps=num_warmup + arguments.num_steps),
-                    observer=watch,
-                )
+                loop = LoopConfig(num_steps=num_warmup + arguments.num_steps)
+                async with open_steps(
+                    collect, trainer=trainer, publisher=watch, metrics=metrics, config=loop, observer=watch
+                ) as opened:
+                    await opened.run()
                 report(arguments, name, watch, num_warmup=num_warmup)
         numbers = range(10**6, 10**6 + collect.groups_per_step)  # no step has had them
         rows = rows_of(await asyncio.gather(*map(collect.sample, numbers)))

@@ -54,9 +54,8 @@ from unbroken.demo.lookup import JsonStyle, LookupTask, lookup_env
 from unbroken.demo.model import build_model, build_tokenizer, warm_up
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.engines.transformers.config import TransformersEngineConfig
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.comparison import Retokenised, TemplateTexts, compare_trajectory
 from unbroken.retokenising.ratios import MAX_LOG_RATIO, pair_logprobs
@@ -69,7 +68,7 @@ from unbroken.runs.recipe import Task
 from unbroken.runs.run import open_run
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
+from unbroken.training.loop import open_steps
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.training.metrics.mismatch import mismatch
 from unbroken.training.metrics.writer import Metrics
@@ -469,10 +468,15 @@ async def make_run(kind: Kind, seed: int, model: Path, output: Path, arguments: 
         sampler = replace(run.sampler, problems=evaluate_on, seed=(seed, 1))
         before = await sample_success(sampler, arguments.num_problems)
         print(f"success before: {before:.3f}, {time.monotonic() - begun:.0f} s", flush=True)
-        await train(
-            source, trainer=run.trainer, publisher=run.engine.publisher, metrics=None, config=config.chosen_loop,
+        async with open_steps(
+            source,
+            trainer=run.trainer,
+            publisher=run.engine.publisher,
+            metrics=None,
+            config=config.chosen_loop,
             observer=watch,
-        )  # fmt: skip
+        ) as steps:
+            await steps.run()
         after = await sample_success(sampler, arguments.num_problems)
     result = {"before": before, "after": after, "seconds": time.monotonic() - begun, "rewards": read_rewards(output)}
     (output / "result.json").write_text(json.dumps(result))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unbroken.rollout.tools import tool
     from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
     from unbroken.training.config import LoopConfig, TrainerConfig
-    from unbroken.training.loop import train
+    from unbroken.training.loop import open_steps
     from unbroken.training.objective.online_dpo import OnlineDpo
     from unbroken.training.objective.policy_gradient import PolicyGradient
     from unbroken.training.trainer import Trainer
@@ -57,10 +57,10 @@ __all__ = [
     "VllmEngine",
     "fit",
     "load_renderer",
+    "open_steps",
     "run_group",
     "run_rollout",
     "tool",
-    "train",
 ]
 
 _MODULES = {
@@ -79,7 +79,7 @@ _MODULES = {
     "unbroken.rollout.tools": ("tool",),
     "unbroken.rollout.trajectory": ("Trajectory", "TrajectoryGroup"),
     "unbroken.training.config": ("LoopConfig", "TrainerConfig"),
-    "unbroken.training.loop": ("train",),
+    "unbroken.training.loop": ("open_steps",),
     "unbroken.training.objective.online_dpo": ("OnlineDpo",),
     "unbroken.training.objective.policy_gradient": ("PolicyGradient",),
     "unbroken.training.trainer": ("Trainer",),

@@ -10,7 +10,7 @@ from unbroken.demo.model import END_OF_TURN, build_model, build_tokenizer
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EchoError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.base import Closing
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Done, EnvStart, Rewrite

@@ -13,20 +13,20 @@ from transformers import AutoModelForCausalLM
 from support.browser import CHROMIUM, Browser
 from support.loops import Callbacks
 from support.pages import Page
+from support.steps import train
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import lookup_problems
 from unbroken.demo.report import make_report
 from unbroken.demo.run import run_demo
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.loader import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import Cause
 from unbroken.runs.collector import Collector, Sampler
 from unbroken.runs.config import EvaluationConfig
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import grpo_advantages

@@ -14,7 +14,7 @@ from support.scripted_env import ScriptedEnv
 from support.vision import picture, vision_tokenizer
 from support.vision_engines import VisionEngine, load_vision_model, model_logprobs, start_vision_vllm
 from unbroken.images.processor import ImageInputs
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue
 from unbroken.rollout.limits import Limits

@@ -8,8 +8,8 @@ import pytest
 from support.templates import GLM, GLM_CONTROL_TOKENS, QWEN
 from support.tokenizers import make_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout

@@ -16,7 +16,7 @@ from support.agent_programs import find_python
 from support.attempts import sample_attempts
 from support.servers import scripted_engine
 from support.terminal_tasks import write_notes_task
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import TrajectoryStatus

@@ -15,13 +15,13 @@ import torch
 from support.architectures import tiny_model
 from support.loops import Callbacks
 from support.rows import group, trajectory
+from support.steps import train
 from unbroken.engines.base import SleepingEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids

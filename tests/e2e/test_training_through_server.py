@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from support.loops import EachStep
 from support.served import save_tiny_model, served
 from support.servers import server_tokenizer
+from support.steps import train
 from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
 from unbroken.rendering.template import TemplateRenderer
@@ -21,7 +22,6 @@ from unbroken.rollout.runner import run_group
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams

@@ -9,9 +9,8 @@ import torch
 
 from support.models import random_qwen3
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer

@@ -13,9 +13,8 @@ from support.effort import num_cases
 from support.images import image_span
 from support.sequences import sampled
 from unbroken.errors import InvariantError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Path, Position
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.types import EncodedImage, ImageSpan
 
 FIRST_IMAGE_ID = 100

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from support.effort import num_cases
 from support.sequences import sampled
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Path, Position
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.types import NO_VERSION
 
 EXAMPLES = settings(max_examples=num_cases(130), derandomize=True)

@@ -15,8 +15,8 @@ from support.effort import num_cases
 from support.fake_renderer import CALL, CALL_END, END, NEWLINE, STOP_IDS, VOCAB_SIZE, FakeRenderer, call_ids
 from unbroken.counters import Event
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import ForkReason
+from unbroken.ledger.tree import export_samples
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, RefusalReason
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply, Rewrite

@@ -23,12 +23,12 @@ from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import trajectory
 from support.sequences import sampled
+from support.steps import train
 from unbroken.errors import OutageError, RewardError, ServerUnreachableError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer

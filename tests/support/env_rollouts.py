@@ -6,7 +6,7 @@ from typing import Any
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, call_ids, encode
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.messages import get_text
 from unbroken.rollout.env import Env
 from unbroken.rollout.limits import Limits

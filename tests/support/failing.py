@@ -14,11 +14,11 @@ from support.flaky_server import Server
 from support.loops import Callbacks, EachStep
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
+from support.steps import train
 from unbroken.errors import RewardError, ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
 

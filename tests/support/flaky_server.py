@@ -16,12 +16,12 @@ from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
 from support.sharded import shared
+from support.steps import train
 from unbroken.errors import ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, ParallelConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer

@@ -13,6 +13,7 @@ import numpy as np
 
 from support.loops import Callbacks
 from support.rows import trajectory
+from support.steps import train
 from support.virtual_clock import run_on_virtual_clock
 from unbroken.errors import ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -20,7 +21,6 @@ from unbroken.timeline import Timeline
 from unbroken.training.checkpoints import LastStep
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch
 from unbroken.training.metrics.stats import StepStats
 from unbroken.types import FinishReason, SampledSequence, VersionSpan, token_ids

@@ -17,12 +17,12 @@ from support.models import tiny_qwen3
 from support.rows import group, row, trajectory
 from support.sequences import sampled
 from support.sharded import shared
+from support.steps import train
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, ParallelConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import InProcessPublisher, WeightUpdate

@@ -11,12 +11,12 @@ from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.resumed_run import KillAt
 from support.rows import group, trajectory
+from support.steps import train
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer

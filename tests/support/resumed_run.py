@@ -21,13 +21,13 @@ from torch.distributed.checkpoint import FileSystemWriter
 from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, random_rows, trajectory
+from support.steps import train
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.supervised import make_supervised_row
 from unbroken.training.trainer import Trainer

@@ -17,7 +17,7 @@ from unbroken.demo.report import ComparedRollouts, DemoResult, write_report
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.loader import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import Cause

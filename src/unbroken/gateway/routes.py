@@ -13,9 +13,9 @@ from unbroken.errors import SamplingError
 from unbroken.gateway.session import CONTROLS, SessionSettings
 from unbroken.gateway.sessions import Sessions
 from unbroken.gateway.state import RecordedTurn, SessionState, name_images
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Node
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import sum_queue_s
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes

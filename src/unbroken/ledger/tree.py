@@ -1,4 +1,4 @@
-"""The token tree: all given and all sampled ids of one rollout, append-only.
+"""The token tree: all given and all sampled ids of one rollout, append-only; and its export as training rows.
 
 A worked example. The prompt is `[1, 2]`; the engine samples `[3, 4]`; the bridge `[5, 6]` adds a tool's answer; the
 engine samples `[7, 4]`. This makes a line of four nodes:
@@ -22,13 +22,22 @@ three ids are recorded: they end at (1, 1), inside the first completion. The new
     token_ids         1    2    3    9    8
     sampled_mask      -    -    x    -    x
 
-`leaves()` then returns (3, 2) and (5, 1): two branches that share the ids 1, 2 and the sampled 3.
+`leaves()` then returns (3, 2) and (5, 1): two branches that share the ids 1, 2 and the sampled 3. Each is a row of
+`export_samples`:
+
+    branch to (3, 2)   token_ids     1  2  3  4  5  6  7  4
+                       sampled_mask  -  -  x  x  -  -  x  x
+                       loss_mask     -  -  x  x  -  -  x  x     its row trains 3 4 7 4
+    branch to (5, 1)   token_ids     1  2  3  9  8
+                       sampled_mask  -  -  x  -  x
+                       loss_mask     -  -  -  -  x              its row trains 8: the shared 3 is trained above
+
+Both rows have the trajectory's advantage, or that of the id or its turn, where their loss mask is true, otherwise zero.
+A branch whose turns were sampled at several temperatures gives a row for each, which trains the ids of that one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -36,8 +45,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvariantError
+from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.ledger.branches import BranchIndex
 from unbroken.ledger.nodes import Node, Origin, Path, Position, Segment
+from unbroken.ledger.numbers import MAX_FLOAT32, to_finite_float32
 from unbroken.ledger.records import ImageRecord, StoredSession
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
@@ -56,7 +67,6 @@ from unbroken.types import (
     freeze,
     token_ids,
 )
-from unbroken.types.arrays import count_common_prefix
 
 
 class TokenTree:
@@ -64,7 +74,7 @@ class TokenTree:
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []
-        self._branches = _BranchIndex()
+        self._branches = BranchIndex()
         self._leaves: dict[int, None] = {}
         """The numbers of the nodes at whose end nothing is attached, in order."""
         self._has_images = False
@@ -90,7 +100,7 @@ class TokenTree:
 
     @property
     def rows(self) -> Sequence[tuple[Path, TrainingSample]]:
-        """The rows to train on, without advantages, each with its path, which may end after it (`export`).
+        """The rows to train on, without advantages, each with its path, which may end after it.
 
         A step trains them, compares them and records them: they are built once, and again if the tree has grown.
         """
@@ -361,8 +371,66 @@ def _concatenate(parts: Sequence[NDArray[Any]]) -> Any:
     return array
 
 
-_Start: TypeAlias = tuple[int, ImageSpan | None]
-"""An id, and the image that begins with it, as if it stood at offset 0."""
+def export_samples(
+    tree: TokenTree, advantage: float | Mapping[int, float | NDArray[np.float64]]
+) -> list[TrainingSample]:
+    """Export one row per leaf that has sampled ids that no other leaf has, in the order in which the leaves were added.
+
+    If these ids have several temperatures there is a row for each, in the order in which the temperatures appear.
+
+    `advantage` is one number for all ids; or, by the number of each node that was sampled, one for all of its ids or
+    one for each.
+
+    A sampled id that several branches share is in the loss of the first only. A leaf with no ids left to train (an
+    unanswered prompt, a branch that ends inside an earlier one) gives no row. A row ends with its last trained id:
+    later ids would only cost time.
+
+    Raises:
+        InvalidInputError: an advantage is not a finite number, that of a sampled node is missing, or a node has more or
+            fewer than ids.
+    """
+    by_node = _check_advantages(tree, advantage)
+    return [_add_advantages(path, row, by_node) for path, row in tree.rows]
+
+
+_Advantages: TypeAlias = Mapping[int, NDArray[np.float32]]
+"""Of the ids of each sampled node, [its ids]."""
+
+
+def _check_advantages(tree: TokenTree, advantage: float | Mapping[int, float | NDArray[np.float64]]) -> _Advantages:
+    numbers = [number for number, node in enumerate(tree.nodes) if node.origin is Origin.SAMPLED]
+    if not isinstance(advantage, Mapping):
+        advantage = dict.fromkeys(numbers, advantage)
+        names = dict.fromkeys(numbers, "advantage")
+    else:
+        names = {number: f"advantage[{number}]" for number in numbers}
+    if missing := [number for number in numbers if number not in advantage]:
+        raise InvalidInputError(f"advantage must have a number for each sampled node, but has none for {missing}")
+    return {
+        number: _expand(advantage[number], len(tree.nodes[number].token_ids), name=names[number]) for number in numbers
+    }
+
+
+def _expand(value: float | NDArray[np.float64], num_ids: int, *, name: str) -> NDArray[np.float32]:
+    """The advantage of each of a node's ids."""
+    if not isinstance(value, np.ndarray) or value.ndim == 0:
+        return np.full(num_ids, to_finite_float32(value, name=name), dtype=np.float32)
+    if value.shape != (num_ids,):
+        raise InvalidInputError(f"{name} must be one number, or one for each of {num_ids} ids, got {value.shape}")
+    if not (np.abs(value) <= MAX_FLOAT32).all():
+        raise InvalidInputError(f"{name} must be finite in float32, got {value}")
+    return value.astype(np.float32)
+
+
+def _add_advantages(path: Path, row: TrainingSample, by_node: _Advantages) -> TrainingSample:
+    # A path has a prefix of each of its nodes.
+    advantages = np.concatenate(
+        [
+            by_node[each.node][: each.stop - each.start] if each.node in by_node else np.zeros(each.stop - each.start)
+            for each in path.segments
+        ]
+    ).astype(np.float32)
+    return replace(row, advantages=np.where(row.loss_mask, advantages[: len(row.token_ids)], np.float32(0)))
 
 
 def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, TrainingSample]]:
@@ -415,100 +483,6 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float, *, policy: s
         controls=tuple(replace(each, stop=min(each.stop, end)) for each in path.controls if each.start < end),
         policy=policy,
     )
-
-
-class _BranchIndex:
-    """Where branches of a tree begin, so that a prompt is compared only with the ids that it follows.
-
-    A node's branches are the nodes attached to it. Most differ from it: after the first k ids of the node they continue
-    with another id than the node itself, with another image, or behind its end. Only one place can be continued so,
-    which is the first where the prompt differs from the node, and there the branch is looked up by what the prompt has
-    next. The others begin as the node continues (the same prompt was sampled again): they are listed, as each of them
-    may share more ids. The nodes belong to the tree, which only appends.
-    """
-
-    def __init__(self) -> None:
-        self._nodes: list[Node] = []
-        self._differing: dict[tuple[Position | None, _Start], list[int]] = defaultdict(list)
-        """The nodes attached at a position that begin so, oldest first."""
-        self._repeating: dict[int, list[int]] = defaultdict(list)
-        """The nodes attached to a node that begin as it continues."""
-
-    def add(self, node: Node) -> None:
-        """Add the tree's next node."""
-        number = len(self._nodes)
-        self._nodes.append(node)
-        start = _get_start(node, 0)
-        assert start is not None  # a node has at least one id
-        parent = node.parent
-        if parent is not None and _get_start(self._nodes[parent.node], parent.offset) == start:
-            self._repeating[parent.node].append(number)
-        else:
-            self._differing[parent, start].append(number)
-
-    def find_longest_prefix(self, prompt_ids: TokenIds, images: Sequence[ImageSpan]) -> tuple[Position | None, int]:
-        """Find the longest recorded prefix of a prompt: the position after it, and its number of ids."""
-        prompt = _Prompt(prompt_ids, images)
-        best: tuple[int, int, Position | None] = (0, 0, None)
-        waiting = [(number, 0) for number in self._differing.get((None, prompt.get_start(0)), ())]
-        while waiting:
-            number, start = waiting.pop()
-            node = self._nodes[number]
-            num_shared = prompt.count_shared(node, start)
-            if num_shared == 0:
-                continue
-            end = Position(node=number, offset=num_shared)
-            best = max(best, (start + num_shared, number, end), key=lambda found: found[:2])
-            behind = self._differing.get((end, prompt.get_start(start + num_shared)), ())
-            waiting += [(branch, start + num_shared) for branch in behind]
-            for branch in self._repeating.get(number, ()):
-                parent = self._nodes[branch].parent
-                if parent is not None and parent.offset <= num_shared:
-                    waiting.append((branch, start + parent.offset))
-        return best[2], best[0]
-
-
-class _Prompt:
-    """The ids and images that are looked for."""
-
-    def __init__(self, prompt_ids: TokenIds, images: Sequence[ImageSpan]) -> None:
-        self._ids = prompt_ids
-        self._images = sorted(images, key=lambda image: image.offset)
-        self._offsets = [image.offset for image in self._images]
-
-    def get_start(self, offset: int) -> _Start:
-        """What begins at `offset`; at the end of the prompt, -1, which is no id."""
-        if offset == len(self._ids):
-            return (-1, None)
-        images = self._find_images(offset, offset + 1)
-        return int(self._ids[offset]), replace(images[0], offset=0) if images else None
-
-    def count_shared(self, node: Node, start: int) -> int:
-        """Count the ids of a node that the prompt has from `start` on, up to the first image that differs."""
-        num_shared = count_common_prefix(node.token_ids, self._ids[start:])
-        theirs = [replace(image, offset=image.offset - start) for image in self._find_images(start, start + num_shared)]
-        return _find_first_different_image(node.images, theirs, num_shared)
-
-    def _find_images(self, start: int, stop: int) -> list[ImageSpan]:
-        """The images that begin in [start, stop)."""
-        return self._images[bisect_left(self._offsets, start) : bisect_left(self._offsets, stop)]
-
-
-def _get_start(node: Node, offset: int) -> _Start | None:
-    """What begins at `offset` in a node; None at its end."""
-    if offset == len(node.token_ids):
-        return None
-    image = next((replace(image, offset=0) for image in node.images if image.offset == offset), None)
-    return int(node.token_ids[offset]), image
-
-
-def _find_first_different_image(left: Sequence[ImageSpan], right: Sequence[ImageSpan], num_shared: int) -> int:
-    """Get the offset of the first image that is not complete in both within `num_shared` ids, else `num_shared`."""
-    if not left and not right:
-        return num_shared
-    different = set(left).symmetric_difference(right)
-    cut = {image for image in (*left, *right) if image.stop > num_shared}
-    return min([num_shared, *(image.offset for image in different | cut)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from unbroken.errors import MessagesError
-from unbroken.ledger.export import export_samples
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.messages import (
     FunctionCall,
     Message,

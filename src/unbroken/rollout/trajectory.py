@@ -108,7 +108,7 @@ def sum_queue_s(turns: Iterable[Turn]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The record of one episode. `ledger.export.export_samples(trajectory.tree, advantage)` turns it into rows."""
+    """The record of one episode. `ledger.tree.export_samples(trajectory.tree, advantage)` turns it into rows."""
 
     trajectory_id: str
     tree: TokenTree

@@ -40,9 +40,8 @@ import torch
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import BLOCK, ModuleOutputs, fix_rotary
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.progress import advance, begin, show_progress
 from unbroken.reports import Report, ReportTable, format_percent
 from unbroken.runs.config import EngineKind, Precision, RunConfig

@@ -30,9 +30,8 @@ import torch
 from unbroken.decoder_config import DecoderConfig
 from unbroken.engines.base import Engine
 from unbroken.errors import PolicyMismatchError, UnbrokenError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.progress import begin
 from unbroken.rendering.base import RenderedPrompt, Renderer
 from unbroken.runs.collector import Problems, Sampler

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from unbroken.errors import TrainingError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.progress import begin
 from unbroken.rendering.effects import shows_tools
 from unbroken.rendering.parsing.syntax.arguments import list_names

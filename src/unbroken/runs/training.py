@@ -171,7 +171,7 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
     from unbroken.runs.run import join_accelerator, open_training
-    from unbroken.training.loop import train
+    from unbroken.training.loop import open_steps
 
     config, _ = choose_numerics(config, continues=False)  # of a script: a run of the command line has chosen
     accelerator = join_accelerator(config, accelerator)
@@ -183,7 +183,7 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
                 await run.show_preflight(config, records.progress.console)
         await training.evaluations.evaluate(0, "before")
         with keep_loop_responsive():
-            await train(
+            opened = open_steps(
                 training.collector,
                 trainer=run.trainer,
                 publisher=run.engine.publisher,
@@ -195,6 +195,8 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
                 timeline=records.timeline,
                 warm_start=run.warm_start,
             )
+            async with opened as steps:
+                await steps.run()
             if training.background is not None:
                 await training.background.finish()
             with records.timeline.span("final model"):

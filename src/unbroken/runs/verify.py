@@ -1,7 +1,7 @@
 """`unbroken verify RUN`: train a finished run again from what it has recorded, and compare every number.
 
     recipe.json ── config ── trainer ─┐
-    rollouts/step-N ── groups ────────┤  training.loop.train, without sampling
+    rollouts/step-N ── groups ────────┤  training.loop, without sampling
     checkpoints/step-N ── its start ──┘    on_rollouts, on_step, save, after_step compare with the run's files
 
 Checkpoints cut a run into parts, each of which a process can verify by itself: it begins with the state of one, which
@@ -42,7 +42,7 @@ from unbroken.runs.records.recorder import Recorder, choose_scored
 from unbroken.runs.settings import build, describe, read_described, section_of
 from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
+from unbroken.training.loop import open_steps
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.model.pretrained import ADAPTER_CONFIG, read_adapter_config
 from unbroken.training.observer import RunObserver, StepRollouts
@@ -385,7 +385,7 @@ async def _replay(run: _Run, start: int, stop: int) -> _Verification:
             checkpoints = _ComparedCheckpoints(run, comparison, start)
             loop = replace(config.chosen_loop, num_steps=stop, max_empty_steps=None)
             try:
-                await train(
+                opened = open_steps(
                     steps,
                     trainer=trainer,
                     publisher=None,
@@ -394,6 +394,8 @@ async def _replay(run: _Run, start: int, stop: int) -> _Verification:
                     observer=comparison,
                     checkpoints=checkpoints,
                 )
+                async with opened as again:
+                    await again.run()
             except _DifferenceError as error:
                 comparison.differences += error.found
             except UnbrokenError as error:

@@ -8,7 +8,7 @@ its metrics written again, in place of a line that may be there already, and lat
 once, whenever the run was killed.
 
 Servers may have weights of steps that are lost with a killed run. They take no older version, so the run continues with
-a version above theirs (`loop.train`). The first checkpoint is that of the first step, and is waited for before its
+a version above theirs (`loop._resume`). The first checkpoint is that of the first step, and is waited for before its
 weights are published: without any, new weights of this run could not be distinguished from those of another.
 """
 

@@ -1,4 +1,4 @@
-"""A run of training: what happens before its first step, its steps (`training.step`), and after its last one."""
+"""The loop of training around its steps (`training.step`): what happens before the first of them and after the last."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _MAX_STEADY_STALENESS = 4
 """The largest `max_staleness` with which no run of several seeds collapsed, whatever corrected for it."""
 
 
-async def train(
+@asynccontextmanager
+async def open_steps(
     source: GroupSource,
     *,
     trainer: Trainer,
@@ -45,14 +46,18 @@ async def train(
     engine: Engine | None = None,
     timeline: Timeline | None = None,
     warm_start: WarmStart | None = None,
-) -> None:
-    """Train for `config.num_steps` steps on the groups of `source`, which samples with the weights last published.
+) -> AsyncIterator[StepRunner]:
+    """Open the steps of a run, which trains for `config.num_steps` steps on the groups of `source`.
 
-    `trainer` and the engine behind `publisher` begin with the same weights and version. A step without anything to
-    train on changes no weights. Training is on policy unless `config.max_staleness` is above 0; then the trainer's
-    config should correct for older weights (`Objective.for_stale_rows`, docs/design/0017-asynchronous.md).
+        async with open_steps(source, trainer=trainer, publisher=publisher, metrics=None, config=config) as steps:
+            await steps.run()
 
-    Several processes (`accelerate launch`) each call this with their own `source`. `publisher` is None on processes
+    `source` samples with the weights last published. `trainer` and the engine behind `publisher` begin with the same
+    weights and version. A step without anything to train on changes no weights. Training is on policy unless
+    `config.max_staleness` is above 0; then the trainer's config should correct for older weights
+    (`Objective.for_stale_rows`, docs/design/0017-asynchronous.md).
+
+    Several processes (`accelerate launch`) each open them with their own `source`. `publisher` is None on processes
     whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error
     of one of them in what it is given is raised on all.
 
@@ -63,6 +68,8 @@ async def train(
     `engine` is what `source` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
     the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
     `timeline` is not closed. With `warm_start`, the first of the steps train on its rows alone and sample nothing.
+
+    When the block ends, the last weights are published, and the last checkpoint is written.
 
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
@@ -99,9 +106,7 @@ async def train(
         if last is not None:
             await _end_again(steps, last, has_engine_version=trainer.policy_version == first_version)
         log.restart()
-        for step in range(steps.num_made, config.num_steps):
-            with observer.around_step(step):
-                await steps.run(step)
+        yield steps
 
 
 async def _open_queue(
@@ -212,7 +217,7 @@ def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, con
     """Raise `InvalidInputError` for what does not go together; warn of more staleness than runs have held up to."""
     if not isinstance(source, GroupSource):
         raise InvalidInputError(
-            f"train needs a GroupSource (groups_per_step, sample), which samples one group at a time, got {source!r}"
+            f"source must be a GroupSource (groups_per_step, sample), which samples one group at a time, got {source!r}"
         )
     if config.max_staleness > 0 and observer.before_update is not None:
         raise InvalidInputError(

@@ -105,7 +105,13 @@ class StepRunner:
         """How many steps the run has made."""
         return 0 if self.last is None else self.last.num_steps
 
-    async def run(self, step: int) -> None:
+    async def run(self) -> None:
+        """Make the steps that are left of the run."""
+        for step in range(self.num_made, self.config.num_steps):
+            with self.observer.around_step(step):
+                await self.run_step(step)
+
+    async def run_step(self, step: int) -> None:
         """Make a step. Its groups are in memory until this returns, and not while the next ones are waited for.
 
         An engine may die at any line:
@@ -118,7 +124,7 @@ class StepRunner:
                                         wait is in `Publication.publish`, or with `max_staleness` above 0 where the
                                         processes meet next
             if it stays away            after `OutageConfig.wait_s`, or after `max_losses` losses in one wait, the run
-                                        ends with an `OutageError`. `train` then writes a checkpoint of the last step
+                                        ends with an `OutageError`. The loop then writes a checkpoint of the last step
                                         that was made, due or not, and the same command continues from there
         """
         version = self.trainer.policy_version
@@ -133,7 +139,7 @@ class StepRunner:
             state = groups.state
             del groups  # no name keeps them, or their rows, beyond the update
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
-        # continues after this step; or after an earlier one, with a version above the engine's (`train`), so that no
+        # continues after this step; or after an earlier one, with a version above the engine's (`loop`), so that no
         # version ever stands for two weights.
         await self._save_if_due(step, state)
         self.log.end_making()
@@ -144,7 +150,7 @@ class StepRunner:
         elif self.samples_nothing(step + 1):
             pass  # the weights of the last supervised step are published
         elif self.config.max_staleness == 0:
-            # If the engine is gone, this waits until it is back and has taken the weights; if `train` was given no
+            # If the engine is gone, this waits until it is back and has taken the weights; if the loop was given no
             # engine to wait for, the run ends at once.
             await self.publication.publish()
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.servers import encode
 from support.verifiers_attempts import sample
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 
 NAME, ARGUMENTS, CALL, ANSWER, FOLDER = sys.argv[1:]
 group, _ = asyncio.run(sample(Path(FOLDER), CALL, ANSWER, name=NAME, **json.loads(ARGUMENTS)))

@@ -8,9 +8,8 @@ import pytest
 from support.images import image_span
 from support.sequences import sampled
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 
 
 def worked_example() -> TokenTree:

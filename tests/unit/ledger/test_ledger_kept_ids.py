@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from support.sequences import sampled
 from support.sessions import make_turn
 from unbroken.errors import EngineError, InvariantError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.store.tables import TURN_COLUMNS, decode_turn, encode_turn
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.types import (
     ControlSpan,
     KeptIds,

@@ -10,10 +10,9 @@ import pytest
 from support.sequences import sampled
 from support.sessions import make_turn
 from unbroken.errors import InvariantError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.store.tables import encode_turn
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.types import SampledSequence, SampleResult, token_ids
 
 

@@ -22,7 +22,7 @@ from unbroken.client import AsyncClient
 from unbroken.counters import Effort, count_effort
 from unbroken.engines.scripted import ScriptedReply
 from unbroken.errors import InvalidInputError, ServerUnreachableError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.agents.command import CommandAgent, CommandReward, run_process
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession

@@ -8,8 +8,8 @@ import pytest
 from support.fake_renderer import CALL, CALL_END, END, HEADERS, NEWLINE, OTHER_END, FakeRenderer, call_ids, encode
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import ForkReason, Origin
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
 from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.limits import Limits

@@ -12,7 +12,7 @@ from support.scripted_env import ScriptedEnv
 from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import ContextOverflowError, EngineError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.env import Done
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv

@@ -10,8 +10,8 @@ from support.conversations import FAMILIES
 from support.rollouts import play
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import ForkReason
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.base import HistoryPolicy, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from support.rollouts import play
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue

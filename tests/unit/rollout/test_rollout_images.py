@@ -13,7 +13,7 @@ from support.rollouts import play
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import ImageError, MessagesError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.tool_env import ToolEnv

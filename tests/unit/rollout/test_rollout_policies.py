@@ -10,7 +10,7 @@ import pytest
 from support.fake_renderer import END, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.env import Continue, Done, EnvStart, Reply, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.policies import PoliciesConfig

@@ -13,8 +13,8 @@ from support.templates import CHATML, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, InvalidInputError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import BridgeKind
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.base import HistoryEffect
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.agents.runner import run_agent_group

@@ -389,7 +389,7 @@ def test_a_tool_that_returns_after_its_loop_is_gone_disturbs_nobody():
 def test_rollouts_and_tools_load_neither_torch_nor_transformers():
     program = """
         import sys
-        import unbroken.rollout.runner, unbroken.rollout.tool_env, unbroken.ledger.export
+        import unbroken.rollout.runner, unbroken.rollout.tool_env, unbroken.ledger.tree
         from unbroken.rollout.tools import tool
 
         @tool

@@ -11,6 +11,7 @@ import pytest
 from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
+from support.steps import train
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -18,7 +19,6 @@ from unbroken.timeline import Timeline, TraceFile, read_timeline
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids

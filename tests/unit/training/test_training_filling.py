@@ -15,12 +15,12 @@ from support.models import tiny_qwen3
 from support.pretend import PretendTrainer, has_variance, pretend_to_train
 from support.rows import group, trajectory
 from support.sequences import sampled
+from support.steps import train
 from unbroken.errors import InvalidInputError, RewardError, ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import StepAdvantages
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -220,7 +220,7 @@ async def test_what_can_replace_no_group_is_refused(tmp_path):
     trainer = Trainer(tiny_qwen3(), TrainerConfig(), objective=compares)
     with pytest.raises(InvalidInputError, match=r"max_replacements must be 0, because the trainer's objective"):
         await run(Problems(2, lambda _: VARIED), tmp_path, trainer=trainer)
-    with pytest.raises(InvalidInputError, match=r"train needs a GroupSource"):
+    with pytest.raises(InvalidInputError, match=r"source must be a GroupSource"):
         await run(Problems(2, lambda _: VARIED).sample, tmp_path)
 
 

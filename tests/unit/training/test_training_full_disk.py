@@ -15,13 +15,13 @@ import torch
 from support.models import tiny_qwen3
 from support.rows import make_source
 from support.servers import listening, make_app, server_tokenizer
+from support.steps import train
 from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import CheckpointError, MetricsError, WeightsError
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate

@@ -19,9 +19,8 @@ from support.gradients import SUBTRACT_GRADIENT, pull, step_gradient
 from support.rows import unscored
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.training.backend import TrainerBackend
 from unbroken.training.config import OldLogprobs, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.metrics.stats import step_metrics

@@ -14,6 +14,7 @@ import pytest
 from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
+from support.steps import train
 from unbroken.counters import Counters, Event
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, RewardError, RolloutError
@@ -21,7 +22,6 @@ from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.loss_config import DpoConfig
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages

@@ -13,11 +13,11 @@ from support.flaky_server import Data, Server
 from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
+from support.steps import train
 from unbroken.errors import EngineError, InvalidInputError, OutageError, ServerUnreachableError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.outages import Outages
 from unbroken.training.trainer import Trainer

@@ -9,13 +9,13 @@ import torch
 
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
+from support.steps import train
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.server.weights import WeightLoader
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight, SampleRequest, SamplingParams, token_ids

@@ -18,10 +18,11 @@ from peft import LoraConfig, get_peft_model
 
 from support.fake_renderer import VOCAB_SIZE, FakeRenderer
 from support.models import tiny_qwen3
+from support.steps import train
 from unbroken.counters import Counters
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import CheckpointError, InvalidInputError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.messages import get_text
 from unbroken.rollout.env import Continue, Done, EnvStart, Reply
 from unbroken.rollout.limits import Limits
@@ -32,7 +33,6 @@ from unbroken.runs.records.recorder import _TrainedRows
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, LoraUpdates, OptimizerConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.writer import MetricsWriter

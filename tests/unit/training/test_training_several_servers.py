@@ -10,12 +10,12 @@ from support.loops import EachStep
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.servers import listening, make_app, server_tokenizer
+from support.steps import train
 from unbroken.client import AsyncClient
 from unbroken.engines import http
 from unbroken.engines.http import HttpEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.training.config import LoopConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids

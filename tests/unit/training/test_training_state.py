@@ -18,11 +18,11 @@ import torch
 from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import make_source, random_rows
+from support.steps import train
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.runs.config import CheckpointConfig
 from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.weights.files import describe_file

@@ -10,11 +10,11 @@ import pytest
 from support.loops import EachStep
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
+from support.steps import train
 from support.waits import wait_until
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training import waits
 from unbroken.training.config import LoopConfig, TrainerConfig
-from unbroken.training.loop import train
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import log_waiting
 from unbroken.weights.base import WeightUpdate

@@ -8,7 +8,7 @@ import pytest
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows

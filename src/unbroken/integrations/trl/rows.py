@@ -21,7 +21,7 @@ import numpy as np
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.training.metrics.writer import counter_metrics
 from unbroken.training.objective.samples import TRAINABLE

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.training.objective.advantages import EQUAL_WITHIN, Rewards, check_rewards
 from unbroken.training.objective.comparison import MIN_GROUP_SIZE

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.loss_config import FailedRows, OverlongConfig, TruncatedRows
 from unbroken.training.objective.advantages import Advantages, StepAdvantages, TurnAdvantages, all_equal, check_rewards

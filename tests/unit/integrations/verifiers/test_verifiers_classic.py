@@ -16,7 +16,7 @@ from support.verifiers_attempts import load, sample
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.verifiers import load_environment
 from unbroken.integrations.verifiers.classic import AttemptError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.prompts.built_in import ProblemMaker
 from unbroken.runs.recipe import load_recipe

@@ -11,7 +11,7 @@ import pytest
 from support.servers import encode
 from support.verifiers_attempts import load, sample
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
 
 ANSWER = "It is 17.<|im_end|>"

@@ -19,9 +19,8 @@ from support.rows import trajectory
 from support.scripted_env import ScriptedEnv
 from support.sequences import sampled
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.rollout.env import Rewrite
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool

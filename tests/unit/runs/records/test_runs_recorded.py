@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from support.rows import trajectory
 from support.sequences import sampled
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, Turn
 from unbroken.runs.records.record import write_groups

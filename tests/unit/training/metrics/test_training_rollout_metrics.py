@@ -17,6 +17,7 @@ from support.rollouts import MORE, play
 from support.rows import group, trajectory
 from support.scripted_env import ScriptedEnv
 from support.sequences import sampled
+from support.steps import train
 from unbroken.counters import Counters, Event
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import PolicyMismatchError
@@ -26,7 +27,6 @@ from unbroken.runs.prompts.judge import METRICS
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.groups import GroupSource
-from unbroken.training.loop import train
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.online_dpo import OnlineDpo

@@ -18,7 +18,7 @@ from support.prefixes import branching_pairs, branching_rows, branching_trajecto
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text, call_text, lookup_env
 from unbroken.demo.model import build_model, build_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout

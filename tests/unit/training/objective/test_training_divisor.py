@@ -21,7 +21,7 @@ from support.rows import group, trajectory
 from support.sequences import sampled
 from support.slow_logprobs import slow_logprobs
 from unbroken.counters import Counters
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import KlConfig, KlPlace, TruncatedRows, ZeroVarianceRows

@@ -14,8 +14,8 @@ from support.rows import TWO_IDS, group, row, trajectory
 from support.sequences import sampled
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
