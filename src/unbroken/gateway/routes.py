@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import wrap_future
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
@@ -118,7 +119,7 @@ async def _get_samples(session_id: str, request: Request, advantage: float | Non
     if not abs(used) <= _MAX_REWARD:
         raise HttpError(400, f"advantage must be finite in float32, got {used}", param="advantage")
     tree = state.tree.copy()  # turns may be recorded while it is read
-    samples = await get_context(request).run_in_text_thread(lambda: export_samples(tree, used))
+    samples = await wrap_future(get_context(request).text_threads.submit(export_samples, tree, used))
     value = {"session_id": session_id, "reward": reward, "samples": [_format_sample(sample) for sample in samples]}
     return negotiated_response(request, value)
 
@@ -190,7 +191,7 @@ async def _check_settings(request: Request, settings: SessionSettings) -> None:
         raise HttpError(400, f"sampling.{error}", param="sampling") from None
     if (options := settings.template_options) is not None:
         context.check_options(options, name="template_options")
-        await context.run_in_text_thread(lambda: context.get_renderer(options))
+        await wrap_future(context.text_threads.submit(context.get_renderer, options))
         ineffective = await context.find_ineffective((), options)
         note_ignored(request, [name.replace("chat_template_kwargs", "template_options") for name in ineffective])
 

@@ -193,7 +193,7 @@ class Session:
                     raise
             self._check_limits(question.n)
             question = self._limit_tokens(self._apply_settings(question))
-            placed = await context.run_in_text_thread(partial(self._place, context, question))
+            placed = await asyncio.wrap_future(context.text_threads.submit(self._place, context, question))
             turn = await continue_prompt(
                 context,
                 question,
@@ -478,8 +478,8 @@ class Session:
             return attempt.pending
         turns = sorted((self.state.turns[number] for number in attempt.numbers), key=lambda turn: turn.record.choice)
         question = self._apply_settings(question)
-        renderer = await context.run_in_text_thread(
-            lambda: context.get_renderer(question.template_options, question.image_settings)
+        renderer = await asyncio.wrap_future(
+            context.text_threads.submit(context.get_renderer, question.template_options, question.image_settings)
         )
         request = SampleRequest(
             request_id=turns[0].record.answer_id,

@@ -257,8 +257,10 @@ class Sessions:
         return stored
 
     async def _restore(self, stored: StoredSession) -> SessionState:
-        return await self._context.run_in_text_thread(
-            lambda: SessionState.restore(stored, load_image=self._load_image, parse=self._parse)
+        return await asyncio.wrap_future(
+            self._context.text_threads.submit(
+                SessionState.restore, stored, load_image=self._load_image, parse=self._parse
+            )
         )
 
     def _load_image(self, sha256: str) -> EncodedImage:

@@ -82,19 +82,10 @@ class ServerContext:
         self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
         self._written_roles: LruCache[tuple[str, tuple[str, ...]], bool] = LruCache(_MAX_WRITTEN_ROLES)
         self._ineffective: LruCache[str, tuple[str, ...]] = LruCache(_MAX_INEFFECTIVE)
-        self._threads: ThreadPoolExecutor | None = None
+        self.text_threads = _make_text_threads()
         self.answers = KeptAnswers()
         self.bodies = KnownBodies()
         self.turns = make_turns(self)
-
-    async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:
-        """Run `work` (rendering, parsing, encoding) in one of a few threads, so that other requests continue.
-
-        Work that waits for a thread is dropped when its caller is cancelled.
-        """
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(max_workers=_NUM_TEXT_THREADS, thread_name_prefix="unbroken-text")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def read_reply(
         self, turn: OpenTurn, question: Question, sequence: SampledSequence, *, index: int = 0
@@ -106,7 +97,7 @@ class ServerContext:
         if len(sequence.completion_ids) <= _MAX_SHORT:
             pieces = reader.read(sequence)
         else:
-            pieces = await self.run_in_text_thread(lambda: reader.read(sequence))
+            pieces = await asyncio.wrap_future(self.text_threads.submit(reader.read, sequence))
         return WholeReply(reader=reader, pieces=pieces)
 
     def get_renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
@@ -155,7 +146,7 @@ class ServerContext:
         self.check_options(options)
         if not _needs_adapting(messages):
             return messages
-        return await self.run_in_text_thread(lambda: self._adapt_roles(messages, options))
+        return await asyncio.wrap_future(self.text_threads.submit(self._adapt_roles, messages, options))
 
     def _adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
         renderer = self.get_renderer(options)
@@ -203,7 +194,7 @@ class ServerContext:
                 self._ineffective.put(key, found)
             return found
 
-        return await self.run_in_text_thread(find)
+        return await asyncio.wrap_future(self.text_threads.submit(find))
 
     def reads_key(self, name: str) -> bool:
         """Whether the template may read this key of a message. Call this in a text thread."""
@@ -218,9 +209,16 @@ class ServerContext:
         """End turns and threads; later calls start new ones."""
         await self.turns.close()
         self.images.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
+        self.text_threads.shutdown(wait=False, cancel_futures=True)
+        self.text_threads = _make_text_threads()
+
+
+def _make_text_threads() -> ThreadPoolExecutor:
+    """Make a few threads for rendering, parsing and encoding, so that other requests continue.
+
+    `await wrap_future(text_threads.submit(work))` drops what waits for a thread when its caller is cancelled.
+    """
+    return ThreadPoolExecutor(max_workers=_NUM_TEXT_THREADS, thread_name_prefix="unbroken-text")
 
 
 def get_context(request: Request) -> ServerContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import wrap_future
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -98,8 +99,8 @@ async def make_question(
     effort = body.effort
     options: Mapping[str, Any] = body.chat_template_kwargs or {}
     if effort is not None:
-        chosen = await context.run_in_text_thread(
-            lambda: _choose_reasoning_options(effort, reads_option=context.reads_option)
+        chosen = await wrap_future(
+            context.text_threads.submit(_choose_reasoning_options, effort, reads_option=context.reads_option)
         )
         if not chosen:
             note_ignored(request, [body.effort_field])
@@ -209,7 +210,7 @@ async def render_question(context: ServerContext, question: Question) -> tuple[R
         rendered = renderer.render(question.messages, tools=question.tools)
         return renderer, RequestPrompt(token_ids=rendered.token_ids, images=rendered.images)
 
-    return await context.run_in_text_thread(render)
+    return await wrap_future(context.text_threads.submit(render))
 
 
 async def continue_prompt(
@@ -235,7 +236,7 @@ async def continue_prompt(
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
-    bound = await context.run_in_text_thread(lambda: question.bound_thinking(renderer, params))
+    bound = await wrap_future(context.text_threads.submit(question.bound_thinking, renderer, params))
     service: TurnService = context.service if bound is None else _BoundedService(context, bound)
     if question.required_functions and sampling.structured_output is None:
         service = InsistingService(context, question, renderer)
@@ -302,9 +303,12 @@ class InsistingService:
         return sequence
 
     async def _has_calls(self, request: SampleRequest, sequence: SampledSequence) -> bool:
-        parsed = await self._context.run_in_text_thread(
-            lambda: self._renderer.parse_response(
-                sequence.completion_ids, prompt_ids=request.prompt_ids, tools=self._question.tools
+        parsed = await wrap_future(
+            self._context.text_threads.submit(
+                self._renderer.parse_response,
+                sequence.completion_ids,
+                prompt_ids=request.prompt_ids,
+                tools=self._question.tools,
             )
         )
         names = [call.name for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
@@ -385,8 +389,8 @@ class _BoundedService:
     ) -> tuple[TokenIds, SampleRequest] | None:
         """What follows the first part of a completion; closed reasoning is counted, and a cut that nothing follows."""
         length = self._context.service.engine.context_length
-        rest = await self._context.run_in_text_thread(
-            lambda: self._bound.plan_rest(request, first, context_length=length, index=index)
+        rest = await wrap_future(
+            self._context.text_threads.submit(self._bound.plan_rest, request, first, context_length=length, index=index)
         )
         if rest is None and first.finish_reason is FinishReason.LENGTH:
             self._context.service.count_end(first.finish_reason)
@@ -411,7 +415,9 @@ async def _constrain_reply(
     if not (context.service.engine.takes_structured_output and isinstance(renderer, ConstrainsCalls)):
         return None
     constrains = renderer
-    tag = await context.run_in_text_thread(
-        lambda: constrains.constrain_calls(functions, prompt_ids=prompt.token_ids, several=question.may_call_several)
+    tag = await wrap_future(
+        context.text_threads.submit(
+            constrains.constrain_calls, functions, prompt_ids=prompt.token_ids, several=question.may_call_several
+        )
     )
     return StructuredOutput(structural_tag=tag)

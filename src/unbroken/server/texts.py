@@ -7,8 +7,8 @@ find that they are too many, would take half a minute.
 from __future__ import annotations
 
 import math
+from asyncio import wrap_future
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import orjson
@@ -39,7 +39,7 @@ async def encode_prompts(
             check_length(context, len(prompt), name=names(index))
     encoded: list[TokenIds] = []
     for piece in _cut(prompts):
-        encoded += await context.run_in_text_thread(partial(_to_ids, context, piece))
+        encoded += await wrap_future(context.text_threads.submit(_to_ids, context, piece))
         for index in range(len(encoded) - len(piece), len(encoded)):
             _check_ids(context, encoded[index], index, len(prompts))
     return encoded

@@ -169,7 +169,7 @@ async def test_what_cannot_sample_while_it_trains_is_refused(tmp_path):
     bandit = Bandit(engine)
     with pytest.raises(InvalidInputError, match=r"max_staleness must be 0 with an engine that sleeps"):
         await run(tmp_path, bandit, before_update=engine.sleep)
-    with pytest.raises(InvalidInputError, match=r"needs a GroupSource \(groups_per_step, sample\)"):
+    with pytest.raises(InvalidInputError, match=r"must be a GroupSource \(groups_per_step, sample\)"):
         await train(
             bandit.sample, trainer=make_trainer(), publisher=None, metrics=None,
             config=LoopConfig(num_steps=1, max_staleness=1),

@@ -8,6 +8,7 @@ cannot be parsed: it is content, and listed in `malformed_tool_calls`.
 from __future__ import annotations
 
 import time
+from asyncio import wrap_future
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ async def _render_chat(body: ChatBody, request: Request) -> Response:
         structured_output=question.structured_output,
     )
     renderer, prompt = await render_question(context, question)
-    await context.run_in_text_thread(lambda: question.bound_thinking(renderer, params))
+    await wrap_future(context.text_threads.submit(question.bound_thinking, renderer, params))
     return json_response(
         {"model": context.config.model_name, "token_ids": prompt.token_ids, "features": format_features(prompt.images)}
     )
@@ -228,7 +229,7 @@ async def _chat_completions_tokens(body: ChatTokensBody, request: Request) -> Re
     (prompt,) = await context.images.place(
         [tokens], [images], question.image_settings, names=lambda _: "images of messages"
     )
-    renderer = await context.run_in_text_thread(lambda: context.get_renderer(question.template_options))
+    renderer = await wrap_future(context.text_threads.submit(context.get_renderer, question.template_options))
     turn = await continue_prompt(context, question, renderer, prompt, id_prefix=_ID_PREFIX)
     if body.stream:
         return await _stream_answer(context, body, question, turn)
@@ -239,8 +240,10 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
     policy = await context.policies.find(request, body.model)
     ignored, unknown = body.check_supported(), find_unknown_keys(body.messages)
     if unknown:  # a template may read any key of a message
-        ignored += await context.run_in_text_thread(
-            lambda: [name for name in unknown if not context.reads_key(name.rpartition(".")[2])]
+        ignored += await wrap_future(
+            context.text_threads.submit(
+                lambda: [name for name in unknown if not context.reads_key(name.rpartition(".")[2])]
+            )
         )
     note_ignored(request, ignored)
     settings = context.images.encode_settings(body.mm_processor_kwargs)
@@ -293,7 +296,7 @@ async def _write_answer(
         read = enumerate(zip(result.sequences, replies, strict=True))
         return [writer.format_choice(k, sequence, reply.reader) for k, (sequence, reply) in read]
 
-    choices = await context.run_in_text_thread(format_choices) if body.logprobs else format_choices()
+    choices = await wrap_future(context.text_threads.submit(format_choices)) if body.logprobs else format_choices()
     answer = {**writer.format_head("chat.completion"), "choices": choices, "usage": count_usage([result])}
     if body.return_token_ids:
         answer["prompt_token_ids"] = result.prompt_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from asyncio import wrap_future
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -79,7 +80,7 @@ async def _completions(body: CompletionBody, request: Request) -> Response:
         return await open_event_stream(_stream(context, body, requests, head))
     scored = await _score_prompts(context, body, placed)
     results = await context.service.sample(requests)
-    answer = await context.run_in_text_thread(lambda: _format_answer(context.codec, body, results, scored))
+    answer = await wrap_future(context.text_threads.submit(_format_answer, context.codec, body, results, scored))
     return json_response({**head, **answer})
 
 

@@ -7,6 +7,7 @@ stop a completion, as vLLM's end-of-text ids do, unless `ignore_eos`.
 from __future__ import annotations
 
 import time
+from asyncio import wrap_future
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -144,10 +145,13 @@ async def _generate(body: TokenGenerateBody, request: Request) -> Response:
         return await open_event_stream(_stream(context, body, sample_request, answer_id))
     (result,) = await context.service.sample([sample_request])
     writers = [_ChoiceWriter.make(context, body, index) for index in range(sample_request.n)]
-    choices = await context.run_in_text_thread(
-        lambda: [
-            writer.format_choice(one, one.finish_reason) for writer, one in zip(writers, result.sequences, strict=True)
-        ]
+    choices = await wrap_future(
+        context.text_threads.submit(
+            lambda: [
+                writer.format_choice(one, one.finish_reason)
+                for writer, one in zip(writers, result.sequences, strict=True)
+            ]
+        )
     )
     return json_response(
         {

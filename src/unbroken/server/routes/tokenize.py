@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from asyncio import wrap_future
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,13 +72,15 @@ async def _tokenize(body: TokenizeBody, request: Request) -> Response:
         tools: Any = body.tools or ()
         note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
         messages = await context.adapt_roles(messages, body.chat_template_kwargs or {})
-    ids = await context.run_in_text_thread(lambda: _to_ids(context, body, messages, settings))
+    ids = await wrap_future(context.text_threads.submit(_to_ids, context, body, messages, settings))
     spans = await _place_images(intake, ids, messages, settings)
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": context.service.engine.context_length,
         "tokens": ids,
-        "token_strs": await context.run_in_text_thread(lambda: [context.codec.decode([each]) for each in ids])
+        "token_strs": await wrap_future(
+            context.text_threads.submit(lambda: [context.codec.decode([each]) for each in ids])
+        )
         if body.return_token_strs
         else None,
     }
@@ -94,7 +97,7 @@ async def _detokenize(body: DetokenizeBody, request: Request) -> Response:
     size = context.codec.vocab_size
     if max(body.tokens, default=0) >= size:
         raise HttpError(400, f"tokens must lie in [0, {size}), got {max(body.tokens)}", param="tokens")
-    return json_response({"prompt": await context.run_in_text_thread(lambda: context.codec.decode(body.tokens))})
+    return json_response({"prompt": await wrap_future(context.text_threads.submit(context.codec.decode, body.tokens))})
 
 
 @router.get(

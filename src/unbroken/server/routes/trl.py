@@ -7,6 +7,7 @@ Success is always 200, unknown fields are ignored, and each path works with and 
 from __future__ import annotations
 
 import base64
+from asyncio import wrap_future
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -122,7 +123,7 @@ async def _chat(body: TrlChatBody, request: Request) -> Response:
     conversations = await context.images.load_conversations(body.messages, settings)
     tools: Any = body.tools or ()
     note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
-    prompts = await context.run_in_text_thread(lambda: _render_all(context, body, conversations, settings))
+    prompts = await wrap_future(context.text_threads.submit(_render_all, context, body, conversations, settings))
     return await _sample(context, body, prompts)
 
 

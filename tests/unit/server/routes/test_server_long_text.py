@@ -120,7 +120,7 @@ async def test_the_waiting_texts_of_a_client_that_left_are_dropped() -> None:
     app = make_app(scripted_engine("hi", context_length=CONTEXT))
     context, release = app.state.context, threading.Event()
     codec = context.codec = RecordingCodec(server_tokenizer())
-    busy = [asyncio.ensure_future(context.run_in_text_thread(release.wait)) for _ in range(8)]
+    busy = [asyncio.ensure_future(asyncio.wrap_future(context.text_threads.submit(release.wait))) for _ in range(8)]
     try:
         async with listening(app) as url, httpx.AsyncClient(base_url=url) as client:
             with pytest.raises(httpx.ReadTimeout):
