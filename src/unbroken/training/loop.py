@@ -50,7 +50,7 @@ async def open_steps(
     """Open the steps of a run, which trains for `config.num_steps` steps on the groups of `source`.
 
         async with open_steps(source, trainer=trainer, publisher=publisher, metrics=None, config=config) as steps:
-            await steps.run()
+            await steps.run()  # the last weights are published, and the last checkpoint is written, by the block's end
 
     `source` samples with the weights last published. `trainer` and the engine behind `publisher` begin with the same
     weights and version. A step without anything to train on changes no weights. Training is on policy unless
@@ -69,14 +69,10 @@ async def open_steps(
     the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
     `timeline` is not closed. With `warm_start`, the first of the steps train on its rows alone and sample nothing.
 
-    When the block ends, the last weights are published, and the last checkpoint is written.
-
     Raises:
         InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
             something does not go together (`_check_run`).
         OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to continue from.
-        RolloutError: every rollout of a step failed, and the first one's error is its cause; or
-            `config.max_empty_steps` steps in a row taught nothing.
         CheckpointError: a checkpoint cannot be written or read.
     """
     observer, timeline = observer or RunObserver(), timeline or Timeline()

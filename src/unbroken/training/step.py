@@ -106,7 +106,13 @@ class StepRunner:
         return 0 if self.last is None else self.last.num_steps
 
     async def run(self) -> None:
-        """Make the steps that are left of the run."""
+        """Make the steps that are left of the run.
+
+        Raises:
+            RolloutError: every rollout of a step failed, and the first one's error is its cause; or
+                `config.max_empty_steps` steps in a row taught nothing.
+            OutageError, CheckpointError: as in `open_steps`.
+        """
         for step in range(self.num_made, self.config.num_steps):
             with self.observer.around_step(step):
                 await self.run_step(step)
