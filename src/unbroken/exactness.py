@@ -10,12 +10,14 @@ Attention by `sdpa` leaves out soft caps and sinks without a word: `choose_atten
 
 With exact numerics (`Numerics.EXACT`) a row has the same bits in any pass: ids one by one with a cache, or all at once,
 alone or beside other rows. The sums are the same in any case, but kernels add them in an order that depends on shapes.
-On a CPU two rules are enough, for any model, without code for one:
+On a CPU three rules are enough, for any model, without code for one:
 
 1.  Passes have a multiple of `_find_row_multiple` rows, 4 for each thread or 16 so far: what products leave over of
     that goes to other kernels, and with widths of a multiple of 8 the functions of each number end at whole vectors.
 2.  Attention (`_attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
     behind the last key adds exactly nothing.
+3.  Experts (`_apply_experts`) compute the ids that chose them in passes by rule 1, and what the experts of an id return
+    is added in the order in which it chose them.
 
 Norms, rotary embeddings, activations and log_softmax treat each row by itself anyway, with one thread or two: torch
 computes the last numbers of a thread's part by other code, and with more threads parts end anywhere.
@@ -35,6 +37,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -53,6 +56,8 @@ _LEFT_OUT = {"softcap": "soft cap (attn_logit_softcapping)", "s_aux": "sinks"}
 _PROBE = "unbroken_probe"
 EXACT_ATTENTION = "unbroken_exact"
 """The name for `set_attn_implementation`."""
+_EXACT_EXPERTS = EXACT_ATTENTION
+"""The name for `set_experts_implementation`."""
 BLOCK = 64
 _MAX_THREADS = 2
 _WIDTH_MULTIPLE = 8
@@ -138,15 +143,18 @@ def call_rounded(module: Any, dtype: torch.dtype, **inputs: Any) -> Any:
 
 
 def attend_exactly(model: Any, *, takes_images: bool) -> int:
-    """Switch a model to attention by rule 2, and check that a row then has the same bits beside another. Idempotent.
+    """Switch a model to attention and experts by rules 2 and 3, and check that a row then has the same bits beside
+    another. Idempotent.
 
     Returns what the number of rows of a pass must be a multiple of.
 
     Raises:
-        InvalidInputError: it has not, with the name of the module; or the model is not in float32 on a CPU, or is a
-            mixture of experts; or torch computes with more than two threads.
+        InvalidInputError: it has not, with the name of the module; or the model is not in float32 on a CPU, or has
+            experts of another kind; or torch computes with more than two threads.
     """
     _check_can_be_exact(model, takes_images=takes_images)
+    if DecoderConfig(model.config).num_chosen_experts:
+        _use_exact_experts(model)
     multiple = _find_row_multiple(model.dtype)
     _check_widths(model, multiple)
     AttentionInterface.register(EXACT_ATTENTION, _attend)
@@ -163,14 +171,12 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
 
 
 def _check_can_be_exact(model: Any, *, takes_images: bool) -> None:
-    """Refuse by rule what is not exact, or was not tried: images, experts, many threads, GPUs and other types."""
+    """Refuse by rule what is not exact, or was not tried: images, many threads, GPUs and other types."""
     name = type(model).__name__
     if takes_images:
         raise InvalidInputError(
             f"numerics must be fast with images, which {name} takes here: its text is exact with images = false"
         )
-    if DecoderConfig(model.config).num_chosen_experts:
-        raise InvalidInputError(f"numerics must be fast for {name}: experts compute as many ids at once as chose them")
     if (num_threads := torch.get_num_threads()) > _MAX_THREADS:
         raise InvalidInputError(
             f"numerics must be fast with {num_threads} threads: exact needs {_MAX_THREADS} at most, as with "
@@ -189,15 +195,31 @@ def _check_widths(model: Any, multiple: int) -> None:
         raise InvalidInputError(
             f"numerics must be fast for {name}, whose {length} positions are no multiple of {multiple}"
         )
+    for path, weight in _list_matrices(model):
+        if ".lora_" not in path and len(weight) % _WIDTH_MULTIPLE:
+            raise InvalidInputError(
+                f"numerics must be fast for {name}: {path} has {len(weight)} features, no multiple of {_WIDTH_MULTIPLE}"
+            )
+
+
+def _list_matrices(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights [outputs, inputs] of each product of a pass but the head's, with the module's path."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or module is head or ".lora_" in path:
-            continue
-        if module.out_features % _WIDTH_MULTIPLE:
-            raise InvalidInputError(
-                f"numerics must be fast for {name}: {path} has {module.out_features} features, no multiple of "
-                f"{_WIDTH_MULTIPLE}"
-            )
+        if _has_experts(module):
+            yield from ((path, matrices[0]) for matrices in (module.gate_up_proj, module.down_proj))
+        elif module is not head and (isinstance(module, torch.nn.Linear) or _is_router(module)):
+            yield path, module.weight
+
+
+def _has_experts(module: Any) -> bool:
+    """Whether these are the experts of a layer: transformers decorates their classes, which have no base class."""
+    return hasattr(module, "_is_expert_parallel")
+
+
+def _is_router(module: Any) -> bool:
+    """Whether a module chooses experts by a matrix of its own, which is no `Linear`."""
+    return hasattr(module, "top_k") and isinstance(getattr(module, "weight", None), torch.Tensor)
 
 
 @torch.no_grad()
@@ -244,16 +266,13 @@ def _find_other_product(model: Any) -> str | None:
     """
     multiple = _find_row_multiple(model.dtype)
     generator, tried = torch.Generator().manual_seed(0), set()
-    for path, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or module is model.get_output_embeddings():
-            continue
-        weight = module.weight
+    for path, weight in _list_matrices(model):
         if (shape := tuple(weight.shape)) in tried:
             continue
         tried.add(shape)
         rows = torch.randn(_MANY_ROWS, shape[1], generator=generator, dtype=weight.dtype)
         if not torch.equal(linear(rows, weight)[:multiple], linear(rows[:multiple], weight)):
-            return str(path)
+            return path
     return None
 
 
@@ -346,6 +365,47 @@ def _attend(
     states = functools.reduce(torch.add, sums) / functools.reduce(torch.add, totals)
     states_BHTD = states[:, :, :shared].reshape(num_rows, num_heads, num_ids, value.shape[-1])
     return states_BHTD.transpose(1, 2).contiguous(), None
+
+
+def _use_exact_experts(model: Any) -> None:
+    """Switch a mixture to experts by rule 3; refuse those that are not a gate, an activation and two products each."""
+    name = type(model).__name__
+    experts = {path: each for path, each in model.named_modules() if _has_experts(each)}
+    if not experts:
+        raise InvalidInputError(f"numerics must be fast for {name}, which has its own code of experts")
+    for path, each in experts.items():
+        if each.has_bias or each.is_transposed or not each.has_gate:
+            raise InvalidInputError(
+                f"numerics must be fast for {name}: the experts of {path} have biases, transposed weights or no gate"
+            )
+        if (width := each.down_proj.shape[-1]) % _WIDTH_MULTIPLE:
+            raise InvalidInputError(
+                f"numerics must be fast for {name}: the experts of {path} have {width} features, no multiple of "
+                f"{_WIDTH_MULTIPLE}"
+            )
+    ExpertsInterface.register(_EXACT_EXPERTS, _apply_experts)
+    model.set_experts_implementation(_EXACT_EXPERTS)
+
+
+def _apply_experts(
+    module: Any, states_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """What the K experts that each of T ids chose return, weighted and added, [T, D], by rule 3.
+
+    An expert may have one id or all of them: its rows are filled up with zeros to a multiple.
+    """
+    num_chosen, multiple = chosen_TK.shape[1], _find_row_multiple(states_TD.dtype)
+    experts_N = chosen_TK.flatten()
+    places, found = [], []
+    for expert in experts_N.unique().tolist():
+        place = (experts_N == expert).nonzero()[:, 0]
+        rows = pad(states_TD[place // num_chosen], (0, 0, 0, -len(place) % multiple))
+        gated = module._apply_gate(linear(rows, module.gate_up_proj[expert]))
+        found.append(linear(gated, module.down_proj[expert])[: len(place)])
+        places.append(place)
+    returned_ND = torch.cat(found)[torch.cat(places).argsort()]
+    weighted_TKD = returned_ND.view(len(states_TD), num_chosen, -1) * weights_TK[..., None]
+    return functools.reduce(torch.add, weighted_TKD.to(states_TD.dtype).unbind(1))
 
 
 def _find_row_multiple(dtype: torch.dtype) -> int:

@@ -25,7 +25,7 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics, SamplingParams, TrainingSample
 from unbroken.weights.base import InProcessPublisher
 
-DENSE = ("qwen3", "llama", "gemma", "mistral", "gpt_neox", "gpt2")
+ARCHITECTURES = ("qwen3", "llama", "gemma", "mistral", "gpt_neox", "gpt2", "qwen3_moe")
 PARAMS = SamplingParams(max_tokens=48, temperature=0.9)
 
 
@@ -38,6 +38,15 @@ def make_engine(model: Any) -> TransformersEngine:
 def make_trainer(model: Any, **config: Any) -> Trainer:
     config = {"optimizer": SUBTRACT_GRADIENT, "numerics": Numerics.EXACT, "tokens_per_micro_batch": 400, **config}
     return Trainer(model, TrainerConfig(**config), accelerator=Accelerator())
+
+
+def without_gates() -> Any:
+    """A mixture that says of its experts that they have no gate."""
+    model = tiny_model("qwen3_moe")
+    model.set_experts_implementation("eager")  # which does not ask
+    for layer in model.model.layers:
+        layer.mlp.experts.has_gate = False
+    return model
 
 
 async def sample_rows(
@@ -66,7 +75,7 @@ def check_equal(metrics: list[dict[str, Any]]) -> None:
         assert of_step["mismatch/equal_share"] == 1.0
 
 
-@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_all_logprobs_are_equal_to_the_bit_at_every_step(architecture):
     check_equal(await sample_and_train(tiny_model(architecture), tiny_model(architecture)))
 
@@ -177,9 +186,21 @@ def test_settings_that_change_sums_are_refused(setting):
 
 
 @pytest.mark.parametrize("make", [make_engine, make_trainer])
-def test_mixtures_of_experts_are_refused(make):
-    with pytest.raises(InvalidInputError, match="numerics must be fast for Qwen3MoeForCausalLM: experts"):
-        make(tiny_model("qwen3_moe"))
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: tiny_model("qwen2_moe"), r"model\.layers\.0\.mlp\.gate has 4 features, no multiple of 8"),
+        (
+            lambda: tiny_model("qwen3_moe", moe_intermediate_size=20),
+            r"the experts of .* have 20 features, no multiple of 8",
+        ),
+        (without_gates, r"the experts of model\.layers\.0\.mlp\.experts have biases, transposed weights or no gate"),
+    ],
+    ids=["gate", "width", "kind"],
+)
+def test_mixtures_of_other_experts_are_refused(make, model, reason):
+    with pytest.raises(InvalidInputError, match=f"numerics must be fast for .*{reason}"):
+        make(model())
 
 
 def test_adapters_that_do_not_merge_alike_are_refused():
