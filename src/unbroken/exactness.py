@@ -397,7 +397,7 @@ def _apply_experts(
     num_chosen, multiple = chosen_TK.shape[1], _find_row_multiple(states_TD.dtype)
     experts_N = chosen_TK.flatten()
     places, found = [], []
-    for expert in experts_N.unique().tolist():
+    for expert in experts_N.unique().tolist():  # type: ignore[no-untyped-call]
         place = (experts_N == expert).nonzero()[:, 0]
         rows = pad(states_TD[place // num_chosen], (0, 0, 0, -len(place) % multiple))
         gated = module._apply_gate(linear(rows, module.gate_up_proj[expert]))
