@@ -4,6 +4,7 @@
     python bench/grpo.py --shape 0.6b --device cuda --modes colocated,trl            # on one GPU
     python bench/grpo.py --shape 0.6b --device cuda --modes colocated --settings tools --sampling-only \
         --engine-options '--compilation-config {"cudagraph_mode":"FULL"}'            # sampling, with options of vLLM
+    python bench/grpo.py --shape 0.6b --device cuda --modes colocated,trl --processes 2 --problems 64 --settings tools
 
 All train the same random Qwen3 on the same problems, each in its own process, in three settings: `single` is one turn,
 `tools` four with a tool between them, `slow_tools` the same with a tool that takes 20 ms. The reward is the share of
@@ -14,6 +15,8 @@ engine's steps and CPU seconds, and what the prompts of later turns cost are pri
 After the last step our engine's rollouts are scored by the trainer and by the run's first model: they must fit the
 trainer. Seconds, k3 and the most memory in use on the GPU are printed as they come, and compared at the end, also for
 a setting that the time limit has cut short.
+With `--processes`, `torchrun` starts so many, each with its GPU, its engine and its part of the problems; what is
+printed of ids and engines is the first one's, and nothing is scored after the last step.
 """
 
 from __future__ import annotations
@@ -30,13 +33,14 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
@@ -57,6 +61,7 @@ from grpo_task import (
     save_model,
     turn_options,
 )
+from server import free_port
 from unbroken.ledger.tree import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
@@ -86,6 +91,8 @@ class Watch(RunObserver):
 
     arguments: argparse.Namespace
     found: RunEngine
+    is_first: bool = True
+    """Whether this is the first of the processes, which prints."""
     gib: dict[str, float] = field(default_factory=dict)
     """Used on the whole GPU, at the last step's points."""
     sleep_s: list[float] = field(default_factory=list)
@@ -120,8 +127,11 @@ class Watch(RunObserver):
         self.steps.append({**found, **count_ids(rollouts.groups)})
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """Print and keep a step's numbers, and the result so far."""
-        print_step(step, metrics, watch=self, name=self.setting)
+        """Keep a step's numbers, and print them and the result so far."""
+        peak = self.end_step(metrics)
+        if not self.is_first:
+            return
+        print_step(step, metrics, watch=self, peak=peak)
         if len(self.lines) > self.num_warmup:
             report_so_far(self.arguments, self.setting, self, num_warmup=self.num_warmup)
 
@@ -170,10 +180,12 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None:
     """One mode, from the engine's start to the proof at the end."""
     policy, initial = load_policy(folder, arguments)
-    accelerator = Accelerator(mixed_precision=arguments.mixed_precision)
+    accelerator = Accelerator(cpu=arguments.device == "cpu", mixed_precision=arguments.mixed_precision)
+    rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
+    is_first = rank.index == 0
     started = time.perf_counter()
     config = engine_config(arguments)
-    engine = open_engine(config, model=policy, source=folder, output=output, device=accelerator.device, rank=Rank())
+    engine = open_engine(config, model=policy, source=folder, output=output, device=accelerator.device, rank=rank)
     if arguments.engines > 1:
         engine = open_several(config, folder, arguments.engines)
     async with AsyncExitStack() as stack:
@@ -184,29 +196,32 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
         stack.enter_context(keep_loop_responsive())
         if arguments.sampling_only:
             for name in arguments.settings.split(","):
-                await sample_only(arguments, name, make_collector(found, folder, arguments, name))
+                await sample_only(arguments, name, make_collector(found, folder, arguments, name, rank))
             return
-        watch = Watch(arguments=arguments, found=found)
+        watch = Watch(arguments=arguments, found=found, is_first=is_first)
         watch.note_memory("engine started")
         optimizer = OptimizerConfig(learning_rate=arguments.learning_rate)
         training = TrainerConfig(
             optimizer=optimizer, tokens_per_micro_batch=arguments.micro_batch, compile=arguments.compile
         )
         trainer = Trainer(policy, training, accelerator=accelerator)
-        collect = make_collector(found, folder, arguments, "single")
-        with MetricsWriter(output / "metrics") as metrics:
+        collect = make_collector(found, folder, arguments, "single", rank)
+        with MetricsWriter(output / "metrics") if is_first else nullcontext() as metrics:
             warmed_up = 0
             for name in arguments.settings.split(","):
                 num_warmup = int(SETTINGS[name].num_turns != warmed_up)
                 warmed_up = SETTINGS[name].num_turns
-                collect = make_collector(found, folder, arguments, name)
+                collect = make_collector(found, folder, arguments, name, rank)
                 watch.restart(name, num_warmup=num_warmup)
                 loop = LoopConfig(num_steps=num_warmup + arguments.num_steps)
                 async with open_steps(
                     collect, trainer=trainer, publisher=watch, metrics=metrics, config=loop, observer=watch
                 ) as opened:
                     await opened.run()
-                report(arguments, name, watch, num_warmup=num_warmup)
+                if is_first:
+                    report(arguments, name, watch, num_warmup=num_warmup)
+        if rank.num_processes > 1:  # they would have to score as many passes as each other
+            return
         numbers = range(10**6, 10**6 + collect.groups_per_step)  # no step has had them
         rows = rows_of(await asyncio.gather(*map(collect.sample, numbers)))
         first = None if initial is None else Trainer(initial, training, accelerator=accelerator)
@@ -328,7 +343,7 @@ class DrawnLengths:
         return sampled
 
 
-def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace, name: str) -> Collector:
+def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace, name: str, rank: Rank) -> Collector:
     """Make the collector of the groups of each step in a setting."""
     from transformers import AutoTokenizer
 
@@ -350,7 +365,7 @@ def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace
     )
     engine: Any = DrawnLengths(found.engine, arguments) if arguments.turns in DRAWN else found.engine
     sampler = Sampler(engine=engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
-    return Collector(sampler, rank=Rank())
+    return Collector(sampler, rank=rank)
 
 
 def rows_of(groups: Sequence[TrajectoryGroup]) -> list[TrainingSample]:
@@ -358,14 +373,13 @@ def rows_of(groups: Sequence[TrajectoryGroup]) -> list[TrainingSample]:
     return [row for group in groups for t in group.trajectories for row in export_samples(t.tree, advantage=0.0)]
 
 
-def print_step(step: int, metrics: Metrics, *, watch: Watch, name: str) -> None:
-    """Print and keep a step's numbers."""
-    peak = watch.end_step(metrics)
+def print_step(step: int, metrics: Metrics, *, watch: Watch, peak: float) -> None:
+    """Print a step's numbers."""
     names = ("reward/mean", "mismatch/k3", "mismatch/max_abs", "train/num_tokens", "train/padding_share")
     shown = [f"{key} {metrics.get(key) or 0:.4g}" for key in names]
     phases = [f"{key.removeprefix('seconds/')} {metrics.get(key) or 0:.2f} s" for key in PHASES]
     rest = f"sleep {watch.sleep_s[-1]:.2f} s", f"peak {peak:.1f} GiB"
-    print(f"{name}, step {step + 1}:", *shown, *phases, *rest, sep="  ", flush=True)
+    print(f"{watch.setting}, step {step + 1}:", *shown, *phases, *rest, sep="  ", flush=True)
     print_sampling(watch.steps[-1], metrics.get("seconds/collect") or 0.0)
 
 
@@ -450,7 +464,8 @@ def run_modes(arguments: argparse.Namespace) -> int:
             print(f"\n== {mode}: {settings}", flush=True)
             (output := Path(scratch) / mode).mkdir(exist_ok=True)
             os.environ[grpo_steps.VARIABLE] = str(output / "steps")
-            command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--settings", settings]
+            command = [sys.executable, *launcher_of(arguments), __file__, *sys.argv[1:]]
+            command += ["--mode", mode, "--settings", settings]
             left_s = arguments.limit_s - (time.perf_counter() - started)
             command += ["--folder", str(folder), "--output", str(output)]
             code, found = run_part(command, max(1.0, min(arguments.timeout_s, left_s)), arguments.results)
@@ -461,6 +476,14 @@ def run_modes(arguments: argparse.Namespace) -> int:
                 print(log.read_text()[-3000:], flush=True)
     compare(results)
     return failed
+
+
+def launcher_of(arguments: argparse.Namespace) -> list[str]:
+    """What starts the processes of a mode."""
+    if arguments.processes == 1:
+        return []
+    number = str(arguments.processes)
+    return ["-m", "torch.distributed.run", "--nproc_per_node", number, "--master_port", str(free_port())]
 
 
 def parts_of(arguments: argparse.Namespace) -> list[tuple[str, str]]:
@@ -532,7 +555,11 @@ def compare(results: Sequence[dict[str, Any]]) -> None:
 
 
 def end_group(pid: int) -> None:
-    """Kill the processes that a mode has left."""
+    """Kill the processes that a mode has left: `torchrun` gives each of its own a session."""
+    with suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -566,6 +593,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine-options", default="", help="more options of our vLLM, in one argument")
     parser.add_argument("--sampling-only", action="store_true", help="of our sides: sample, and do not train")
     parser.add_argument("--engines", type=int, default=1, help="with --sampling-only and colocated: on the one GPU")
+    parser.add_argument("--processes", type=int, default=1, help="with colocated and trl: of a run, each on its GPU")
     parser.add_argument("--results", type=Path, help="add each result to this file when it is there, as JSON")
     parser.add_argument("--compile", action="store_true", help="the trainer's model by torch.compile, on either side")
     parser.add_argument("--trl-tool-steps", type=int, default=1, help="measured steps of TRL with tools")
@@ -582,6 +610,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.engines > 1 and not (arguments.sampling_only and arguments.modes == "colocated"):
         parser.error("--engines needs --sampling-only and --modes colocated")
+    if arguments.processes > 1 and (arguments.sampling_only or "server" in arguments.modes.split(",")):
+        parser.error("--processes needs --modes of colocated and trl, without --sampling-only")
     on_gpu = arguments.device == "cuda"
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     defaults = {
@@ -600,6 +630,7 @@ if __name__ == "__main__":
     if options.mode is None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no mode outlives this
         sys.exit(run_modes(options))
+    os.environ[grpo_steps.VARIABLE] += f"-{os.environ.get('RANK', '0')}"  # those of this process's engine
     if options.mode == TRL:
         import grpo_trl
 

@@ -149,6 +149,8 @@ def save_model(folder: Path, arguments: argparse.Namespace) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     model.to(getattr(torch, arguments.dtype)).save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # which this process would keep while others measure
     print(f"model written in {time.perf_counter() - started:.0f} s", flush=True)
 
 

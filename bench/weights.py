@@ -1,12 +1,14 @@
-"""Time updates of a server's weights over the one wire, and measure what they hold, on both sides.
+"""Time updates of servers' weights over the one wire or through a store, and measure what they hold, on both sides.
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH=src:tests:bench python bench/weights.py --dtype float32
     PYTHONPATH=src:tests:bench python bench/weights.py --device cuda:1 --shape 8b -- --gpu-memory-utilization 0.5
     ... --kind merged --lora-rank 32       # LoRA, merged with the weights one by one while they are sent
     ... --kind adapter --lora-rank 32      # LoRA, the adapter alone
     ... --engine receiver                  # without vLLM: a process that receives and verifies, and loads nothing
+    ... --engines 4 --publish-to 1,4 --ways wire,store      # several servers, in equal parts on the GPUs
 
-The first goes over gloo, the second over NCCL. The server is a process of its own (on GPU 0, with `--device cuda:1`):
+The first goes over gloo, the second over NCCL, which wants a GPU for each member: where two share one, gloo carries the
+weights. The server is a process of its own (on GPU 0, with `--device cuda:1`):
 `unbroken serve` with vLLM on a Qwen3 of this shape, which starts with dummy weights. The trainer is this process, its
 weights are random. Times are from the call to the server's answer that it samples with the new weights; the first
 update, in which the group is formed, does not count.
@@ -30,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ import torch
 from server import free_port
 from unbroken.client import AsyncClient
 from unbroken.weights.adapters import A, B
+from unbroken.weights.base import WeightPublisher
 from unbroken.weights.broadcast import BroadcastPublisher
+from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.receiver import make_local_call
 from unbroken.weights.sources import TensorSpec, WeightStream
 
@@ -62,6 +66,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+
+
+STORE = "store"
+"""The folder of versions, in that of the model."""
 
 
 def say(text: str) -> None:
@@ -108,31 +116,49 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 @contextmanager
-def serving(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Run the server in its own process; yields its URL and the process's id."""
+def serving(folder: Path, args: argparse.Namespace) -> Iterator[list[tuple[str, int]]]:
+    """Run the servers, each in its own process; yields their URLs and the processes' ids."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(start_server(folder, args, number)) for number in range(args.engines)]
+        until = time.monotonic() + 400
+        for url, process, log in servers:
+            while not _is_healthy(url):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"the server does not serve:\n{log.read_text()[-6000:]}")
+                time.sleep(0.5)
+        say(f"{len(servers)} serve")
+        try:
+            yield [(url, process.pid) for url, process, _ in servers]
+        except Exception:
+            for _, _, log in servers:
+                say(f"a server's log ends with:\n{log.read_text()[-4000:]}")
+            raise
+        finally:
+            for _, process, _ in servers:
+                process.terminate()
+
+
+@contextmanager
+def start_server(
+    folder: Path, args: argparse.Namespace, number: int
+) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    """Start a server; yields the URL that it will serve, its process, and its log."""
     port = free_port()
     command = [sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--engine", "vllm"]
     command += ["--port", str(port), "--dtype", args.dtype, "--load-format", "dummy", "--max-model-len", "1024"]
-    command += ["--enforce-eager", *args.options]
+    command += ["--weights-dir", str(folder / STORE), "--enforce-eager", *args.options]
     if args.kind == "adapter":
         command += ["--enable-lora", "--max-lora-rank", str(args.lora_rank), "--max-loras", "3"]
     if args.engine == "receiver":
         command = [sys.executable, __file__, "--receive", str(port), "--device", args.device, "--dtype", args.dtype]
+    gpus = torch.cuda.device_count()
+    own = {"CUDA_VISIBLE_DEVICES": str(number * gpus // args.engines)} if gpus and args.engines > 1 else {}
     say("starting " + " ".join(command[1:]))
-    with tempfile.NamedTemporaryFile("w+", prefix="serve-", suffix=".log") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        url = f"http://127.0.0.1:{port}"
+    log = folder / f"serve-{number}.log"
+    with log.open("wb") as written:
+        process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env={**os.environ, **own})
         try:
-            until = time.monotonic() + 400
-            while not _is_healthy(url):
-                if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(f"the server does not serve:\n{Path(log.name).read_text()[-6000:]}")
-                time.sleep(0.5)
-            say("the server serves")
-            yield url, process.pid
-        except Exception:
-            say(f"the server's log ends with:\n{Path(log.name).read_text()[-4000:]}")
-            raise
+            yield f"http://127.0.0.1:{port}", process, log
         finally:
             process.terminate()
             try:
@@ -261,34 +287,64 @@ def merge(weights: Sequence[tuple[str, torch.Tensor]], adapter: Sequence[tuple[s
     return WeightStream((TensorSpec.of(*named) for named in weights), read())
 
 
-async def update(url: str, server: int, args: argparse.Namespace, specs: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Make the updates, and print what each took."""
+async def update(
+    servers: Sequence[tuple[str, int]],
+    folder: Path,
+    args: argparse.Namespace,
+    specs: list[tuple[str, tuple[int, ...]]],
+) -> None:
+    """Make the updates each way, to each number of servers, and print what each took."""
     weights = random_weights(specs, args.device, getattr(torch, args.trainer_dtype or args.dtype))
     adapter = make_adapter(specs, args.lora_rank, args.device) if args.kind != "full" else []
-    times, peaks, num_bytes = [], [], 0
-    async with AsyncClient(url, max_retries=0) as client:
-        publisher = BroadcastPublisher(
-            [client], device=args.device, bucket_bytes=args.bucket_mib * 2**20, timeout_s=60.0
-        )
-        version = await client.policy_version()
-        for number in range(args.repeats + 1):
-            sent = {"full": weights, "adapter": adapter}.get(args.kind) or merge(weights, adapter)
-            with Memory(args.device, server) as memory:
-                made = await publisher.publish(sent, policy_version=version + number + 1)
-            phases = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in made.phases_s.items())
-            say(
-                f"update {number}: {made.seconds * 1e3:.1f} ms ({phases}); extra: trainer "
-                f"{memory.trainer / 1e9:.3f} GB, server {memory.server / 1e9:.3f} GB"
-            )
-            num_bytes = made.num_bytes
-            if number:
-                times.append(made.seconds)
-                peaks.append((memory.trainer, memory.server))
-        publisher.close()
-    trainer, receiver = (max(column) / 1e9 for column in zip(*peaks, strict=True))
+
+    def make() -> Any:
+        return {"full": weights, "adapter": adapter}.get(args.kind) or merge(weights, adapter)
+
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient(url, max_retries=0)) for url, _ in servers]
+        first = 1 + max([await client.policy_version() for client in clients])
+        for way in args.ways.split(","):
+            for number in map(int, args.publish_to.split(",")):
+                name = f"{args.shape} {args.kind}, {way}, engines {number}"
+                publisher = open_publisher(way, clients[:number], folder, args)
+                lines = [await publish(publisher, make(), first + step, servers[0][1], args, f"{name}, update {step}")
+                         for step in range(args.repeats + 1)]  # fmt: skip
+                if isinstance(publisher, BroadcastPublisher):
+                    publisher.close()
+                first += args.repeats + 1
+                report(name, lines)
+
+
+def open_publisher(way: str, clients: Sequence[AsyncClient], folder: Path, args: argparse.Namespace) -> WeightPublisher:
+    """Open what publishes this way."""
+    if way == "store":
+        return DiskPublisher(clients, folder / STORE, num_kept=1, timeout_s=args.timeout_s)
+    return BroadcastPublisher(
+        clients, device=args.device, bucket_bytes=args.bucket_mib * 2**20, timeout_s=args.timeout_s
+    )
+
+
+async def publish(
+    publisher: WeightPublisher, sent: Any, version: int, server: int, args: argparse.Namespace, name: str
+) -> tuple[float, int, int, int]:
+    """Publish once; returns seconds, bytes, and what trainer and first server held beyond what they had."""
+    with Memory(args.device, server) as memory:
+        made = await publisher.publish(sent, policy_version=version)
+    phases = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in made.phases_s.items())
+    say(
+        f"{name}: {made.seconds * 1e3:.1f} ms ({phases}); extra: trainer "
+        f"{memory.trainer / 1e9:.3f} GB, server {memory.server / 1e9:.3f} GB"
+    )
+    assert not made.missed_by, made.missed_by
+    return made.seconds, made.num_bytes, memory.trainer, memory.server
+
+
+def report(name: str, lines: Sequence[tuple[float, int, int, int]]) -> None:
+    """Print the medians of the updates after the first."""
+    times, num_bytes, trainer, receiver = zip(*lines[1:], strict=True)
     print(
-        f"{args.shape} {args.kind}: {num_bytes / 1e9:.3f} GB, median {statistics.median(times):.4f} s, fastest "
-        f"{min(times):.4f} s; extra at most: trainer {trainer:.3f} GB, server {receiver:.3f} GB",
+        f"{name}: {num_bytes[0] / 1e9:.3f} GB, median {statistics.median(times):.4f} s, fastest {min(times):.4f} s; "
+        f"extra at most: trainer {max(trainer) / 1e9:.3f} GB, server {max(receiver) / 1e9:.3f} GB",
         flush=True,
     )
 
@@ -299,6 +355,11 @@ def main() -> None:
     parser.add_argument("--kind", choices=["full", "merged", "adapter"], default="full")
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--engine", choices=["vllm", "receiver"], default="vllm")
+    parser.add_argument("--engines", type=int, default=1, help="servers, in equal parts on the GPUs")
+    parser.add_argument("--publish-to", default="1", help="how many of them get the updates, such as 1,4")
+    parser.add_argument("--ways", default="wire", help="of wire, store (a folder that all see)")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="longest wait for a step of an update")
+    parser.add_argument("--scratch", help="folder for the servers' folder and the store")
     parser.add_argument("--dtype", default="bfloat16", help="of the server's model (bfloat16)")
     parser.add_argument("--trainer-dtype", help="of the trainer's weights, which are cast to the server's (the same)")
     parser.add_argument("--device", default="cpu", help="of the trainer: cpu, or cuda:1")
@@ -313,10 +374,15 @@ def main() -> None:
     if args.receive is not None:
         receive(args.receive, args.device, args.dtype)
         return
-    with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
+    if not set(args.ways.split(",")) <= {"wire", "store"}:
+        parser.error(f"--ways must be of wire, store, got {args.ways}")
+    if max(map(int, args.publish_to.split(","))) > args.engines:
+        parser.error(f"--publish-to must be at most --engines, {args.engines}, got {args.publish_to}")
+    with tempfile.TemporaryDirectory(prefix="bench-weights-", dir=args.scratch) as folder:
         specs = save_shell(Path(folder), args.shape, getattr(torch, args.dtype))
-        with serving(Path(folder), args) as (url, server):
-            asyncio.run(update(url, server, args, specs))
+        (Path(folder) / STORE).mkdir()
+        with serving(Path(folder), args) as servers:
+            asyncio.run(update(servers, Path(folder), args, specs))
 
 
 if __name__ == "__main__":

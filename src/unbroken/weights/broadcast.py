@@ -106,7 +106,8 @@ class BroadcastPublisher:
     Args:
         clients: of the servers, closed by the caller. They need the admin key if the servers have one.
         host: an address of this machine that the servers' machines reach.
-        device: of the chunks. With `cuda` and servers on other GPUs, NCCL carries them; gloo otherwise.
+        device: of the chunks. With `cuda`, NCCL carries them if trainer and workers each have a GPU that none of the
+            others has; gloo otherwise.
         bucket_bytes: a chunk ends with the first weight that makes it larger. At most two chunks are held, and more
             than twice these bytes only for a weight that is larger itself.
         dtype: of floating-point weights on the wire, under torch's name; None is the servers' own.
@@ -279,10 +280,11 @@ class BroadcastPublisher:
         return await self._call_all(calls, join)
 
     def _choose_transport(self) -> Transport:
-        on_gpus = self._device.startswith("cuda") and all(
-            server.device == "cuda" and find_gpu_uuid(self._device) not in server.gpu_uuids for server in self._servers
-        )
-        return Transport.NCCL if on_gpus else Transport.GLOO
+        if not self._device.startswith("cuda") or any(server.device != "cuda" for server in self._servers):
+            return Transport.GLOO
+        gpus = [find_gpu_uuid(self._device), *(uuid for server in self._servers for uuid in server.gpu_uuids)]
+        # NCCL 2.29 ends a group with two members on one GPU: "Duplicate GPU detected". Two servers may share one.
+        return Transport.NCCL if len(set(gpus)) == len(gpus) else Transport.GLOO
 
     async def _send(
         self, stream: WeightStream, policy_version: int, having: Sequence[_Server]
