@@ -19,7 +19,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from unbroken.engines.base import AdapterEngine, Engine
+from unbroken.engines.base import Engine, NamesAdapters
 from unbroken.errors import UnknownPolicyError
 from unbroken.images.lru_cache import LruCache
 from unbroken.server.config import ServerConfig
@@ -66,7 +66,7 @@ class Policies:
     def __init__(self, engine: Engine, config: ServerConfig, source: PolicySource | None = None) -> None:
         self._engine, self._config, self._source = engine, config, source
         # Python looks through all methods of the protocol to see whether an object has them.
-        self._adapter_engine = engine if isinstance(engine, AdapterEngine) else None
+        self._adapter_engine = engine if isinstance(engine, NamesAdapters) else None
         self._habits: LruCache[tuple[str, str], bool] = LruCache(_MAX_HABITS)
         """Names by the session whose habits they are."""
 

@@ -90,7 +90,7 @@ class Pair:
     """A trainer and the engine that samples for it."""
 
     def __init__(self) -> None:
-        self.engine = TransformersEngine(tiny_qwen3(vocab_size=VOCAB_SIZE), adapters=POLICIES.names)
+        self.engine = TransformersEngine(tiny_qwen3(vocab_size=VOCAB_SIZE))
         self.trainer = PolicyTrainers(adapted(), CONFIG, policies=POLICIES, accelerator=Accelerator(cpu=True))
 
     async def sample(self, seed: int, *, other: str = "critic", n: int = 8) -> TrajectoryGroup:
