@@ -2,8 +2,7 @@
 
 `Engine` is what every engine does. What only some do are separate protocols, found by `isinstance`:
 
-    StreamingEngine  ScoringEngine                       streams, scores
-    NamesAdapters ── AdapterEngine                       has several adapters, loads them
+    StreamingEngine  ScoringEngine  AdapterEngine       streams, scores, loads adapters
     PausableEngine ── UpdatableEngine ── SleepingEngine  pauses, takes new weights, gives its memory back
                                      └── TransferEngine       weights come over a wire
 
@@ -177,18 +176,13 @@ class RequiresVersion(Protocol):
 
 
 @runtime_checkable
-class NamesAdapters(Engine, Protocol):
-    """An engine that samples from several LoRA adapters, such as those of several policies, which updates bring."""
+class AdapterEngine(Engine, Protocol):
+    """An engine that loads LoRA adapters while it runs."""
 
     @property
     def adapters(self) -> Collection[str]:
         """Names of the adapters that requests may have."""
         ...
-
-
-@runtime_checkable
-class AdapterEngine(NamesAdapters, Protocol):
-    """An engine that loads LoRA adapters while it runs."""
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter; `InvalidInputError` if the name is in use, or the adapter cannot be loaded."""
