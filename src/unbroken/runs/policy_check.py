@@ -259,9 +259,11 @@ class PolicyCheck:
     def _compare(self, prompts: Sequence[RenderedPrompt], rows: Sequence[TrainingSample]) -> Mismatch:
         trainer = self.trainer
         scored: list[tuple[TrainingSample, Any]] = []
+        name = self.name
         try:
             kinds = dict.fromkeys((row.temperature, row.policy) for row in rows)  # of greedy rows it is 1
             for kind in kinds:
+                name = self.name if kind[1] is None else f"{self.name}, {kind[1]}"
                 of_one = [row for row in rows if (row.temperature, row.policy) == kind]
                 logprobs = trainer.logprobs(of_one)
                 scored += zip(of_one, logprobs, strict=True)
@@ -270,7 +272,7 @@ class PolicyCheck:
             with trainer.fail_together():
                 check_surprise(surprise, vocab_size=trainer.vocab_size)
         except PolicyMismatchError as error:
-            raise PolicyMismatchError(f"{self.name}: {error}. {_describe_libraries()}. Nothing was trained") from error
+            raise PolicyMismatchError(f"{name}: {error}. {_describe_libraries()}. Nothing was trained") from error
         return _merge(scored)
 
 

@@ -108,12 +108,7 @@ class PolicyAdapters:
                 f"the adapter's rank must be at most {config.max_lora_rank} (--max-lora-rank), got {highest.rank} for "
                 f"{highest.given!r}"
             )
-        if (room := self._max_kept(num_others)) < MIN_POLICY_ADAPTERS * len(adapted):
-            names = "the policy's adapter" if "" in adapted else f"the adapters of {list(adapted)}"
-            raise SamplingError(
-                f"vLLM must have room for {MIN_POLICY_ADAPTERS} versions of {names}, got {max(room, 0)} beside "
-                f"{num_others} other adapters: start it with a higher --max-loras"
-            )
+        self._check_capacity(list(adapted), num_others)
         if self._modules is None:
             self._modules = frozenset((await self._rpc("lora_modules"))[0]) - _HEADS
         for one in weights:
@@ -123,6 +118,15 @@ class PolicyAdapters:
                     f"module {module!r} takes no adapter in this engine, only {sorted(self._modules)} do: publish "
                     "merged weights"
                 )
+
+    def _check_capacity(self, policies: Sequence[str], num_others: int) -> None:
+        """Raise `SamplingError` if there is no room for the version in use and the next one."""
+        if (room := self._max_kept(num_others)) < MIN_POLICY_ADAPTERS * len(policies):
+            names = "the policy's adapter" if "" in policies else f"the adapters of {policies}"
+            raise SamplingError(
+                f"vLLM must have room for {MIN_POLICY_ADAPTERS} versions of {names}, got {max(room, 0)} beside "
+                f"{num_others} other adapters: start it with a higher --max-loras"
+            )
 
     def check_room(self, num_new: int, *, num_others: int) -> None:
         """Raise `SamplingError` if a version would have to be dropped first, for an engine that makes no steps."""
