@@ -13,11 +13,13 @@ from support.models import random_qwen3
 from support.servers import server_tokenizer
 from unbroken.engines.base import Engine
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.policy_check import PolicyCheck
-from unbroken.training.config import TrainerConfig
+from unbroken.training.config import LoraUpdates, TrainerConfig
+from unbroken.training.policies import PolicyTrainers
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams
 
@@ -62,8 +64,16 @@ def save_model(folder: Path, model: Any) -> None:
     server_tokenizer().save_pretrained(folder)
 
 
-def make_check(engine: Engine, model: Any, *, max_k3: float, version: int = 0, temperature: float = 1.0) -> PolicyCheck:
-    """The check of an engine against a trainer with this model."""
+def make_check(
+    engine: Engine,
+    model: Any,
+    *,
+    max_k3: float,
+    version: int = 0,
+    temperature: float = 1.0,
+    policies: PoliciesConfig | None = None,
+) -> PolicyCheck:
+    """The check of an engine against a trainer with this model, or of several policies."""
 
     async def no_reward(messages: Any) -> float:
         return 0.0
@@ -74,6 +84,12 @@ def make_check(engine: Engine, model: Any, *, max_k3: float, version: int = 0, t
         config=RolloutConfig(sampling=SamplingParams(max_tokens=8, temperature=temperature)),
         problems=Problems(env=lambda number: ToolEnv([{"role": "user", "content": "Hello"}], [], no_reward)),
         seed=(0,),
+        policies=policies,
     )
-    trainer = Trainer(model, TrainerConfig(), policy_version=version)
+    trainer: Trainer
+    if policies is None:
+        trainer = Trainer(model, TrainerConfig(), policy_version=version)
+    else:
+        adapters = TrainerConfig(lora_updates=LoraUpdates.ADAPTER)
+        trainer = PolicyTrainers(model, adapters, policies=policies, policy_version=version)
     return PolicyCheck(trainer=trainer, sampler=sampler, max_k3=max_k3)

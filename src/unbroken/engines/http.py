@@ -111,7 +111,7 @@ class HttpEngine:
 
     @property
     def policy_version(self) -> int:
-        """The newest version in an answer so far."""
+        """The newest version in an answer so far, or that was noted."""
         return self._failover.policy_version
 
     @property
@@ -137,6 +137,10 @@ class HttpEngine:
             except ServerError as error:
                 last = await self._failover.avoid(client, error)
         raise self._failover.to_error(last)
+
+    def note_version(self, policy_version: int) -> None:
+        """Take note of a version that the servers have taken."""
+        self._failover.policy_version = max(self._failover.policy_version, policy_version)
 
     def require_version(self, policy_version: int) -> None:
         """From now on, refuse samples of older weights, and send the request to another server."""
@@ -424,7 +428,7 @@ class _Failover:
         self.members = dict(members)
         self.facts = facts
         self.policy_version = policy_version
-        """The newest in an answer so far."""
+        """The newest in an answer so far, or that was noted."""
         self._access = access
         self._required_version = 0
         self._known = dict(members)

@@ -70,6 +70,20 @@ class PoliciesConfig:
                 f"{self.num_copies}"
             )
 
+    @property
+    def max_adapters(self) -> int:
+        """How many adapters an engine has at once: those of the policies, and of their frozen copies."""
+        return len(self.names) * (1 + (self.num_copies if self.copy_every else 0))
+
+    def list_adapters(self, version: int) -> tuple[str, ...]:
+        """The adapters that an engine has at this version, the policies before their copies. Before the first update
+        there is none: every policy begins as the base, and so does its copy at 0.
+        """
+        if version == 0:
+            return ()
+        copies = [copy for copy in self.list_copies(version) if copy > 0]
+        return (*self.names, *(f"{name}@{copy}" for name in self.names for copy in copies))
+
     def list_copies(self, version: int) -> tuple[int, ...]:
         """The versions whose copies speak while the policies have this one, ascending; there is always one."""
         every = range(0, version + 1, self.copy_every) if self.copy_every else (0,)

@@ -497,10 +497,13 @@ class _Conversation:
         *,
         max_result_chars: int | None = None,
         policy: str | None = None,
+        adapter: str | None = None,
         tools: tuple[ToolSchema, ...] = (),
     ) -> None:
         self.policy = policy
         """Who speaks in it, of several policies."""
+        self.adapter = adapter
+        """What the engine is asked for; None for the model itself, which every policy begins as."""
         self.tree = TokenTree()
         self.turns: list[Turn] = []
         self.turn_rewards: list[float | None] = []
@@ -511,11 +514,6 @@ class _Conversation:
         self._counters = counters
         self._max_result_chars = max_result_chars
         self._num_call_ids = 0
-
-    @property
-    def adapter(self) -> str | None:
-        """What the engine is asked for; None for the model itself, which every policy begins as."""
-        return None if self.policy is None or self.policy.endswith("@0") else self.policy
 
     @property
     def num_sampled(self) -> int:
@@ -658,7 +656,8 @@ class _Speakers:
         if said is not None:
             name = table.config.find_speaker(said, table.version, table.drawn)
             if name not in self._by_name:
-                self._by_name[name] = self._make(policy=name, tools=self.current.tools)
+                adapter = name if name in table.config.list_adapters(table.version) else None
+                self._by_name[name] = self._make(policy=name, adapter=adapter, tools=self.current.tools)
             self.current = self._by_name[name]
         return self.current
 

@@ -644,7 +644,6 @@ class RunConfig:
         """Raise `InvalidInputError` for what several policies cannot have yet."""
         kept: Mapping[str, tuple[bool, str]] = {
             "lora": (self.lora is not None, "given with policies, each of which is an adapter"),
-            "engine.kind": (self.engine.kind is EngineKind.EMBEDDED, "embedded, which samples with several adapters"),
             "engine.reuse_kv": (not self.engine.reuse_kv, "false"),
             "algorithm": (self.algorithm is not Algorithm.ONLINE_DPO, "no online_dpo, whose pairs are of one policy"),
             "loop.max_staleness": (self.loop.max_staleness == 0, "0: ids of older adapters were not tried"),
@@ -743,7 +742,7 @@ class RunConfig:
     @property
     def adapter_rank(self) -> int | None:
         """Rank of the adapters that engines get; None if they get whole weights."""
-        return self.lora.rank if self.lora is not None and self.trainer.lora_updates is LoraUpdates.ADAPTER else None
+        return self.lora.rank if self.lora is not None and self.training.lora_updates is LoraUpdates.ADAPTER else None
 
     @property
     def chosen_model_settings(self) -> ModelSettings:

@@ -55,6 +55,7 @@ from unbroken.weights.base import InProcessPublisher, WeightPublisher, WeightUpd
 if TYPE_CHECKING:
     from unbroken.client import AsyncClient
     from unbroken.engines.http import HttpEngine
+    from unbroken.weights.broadcast import BroadcastPublisher
     from unbroken.weights.disk import DiskPublisher
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -101,14 +102,14 @@ async def open_engine(
     numerics: Numerics = Numerics.FAST,
     is_trained: bool = True,
     lends_memory: bool = True,
-    policies: Sequence[str] = (),
+    max_adapters: int = 1,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
-    weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
-    as updates. With `records_routing`, they record the experts that compute each id; servers that run already must,
-    and have these `numerics`. Untrained models are not copied. `policies` are adapters by name, for embedded.
+    weights; all sample from them. With `adapter_rank`, engines that are started here take as updates so many adapters
+    of up to this rank: one, or those of several policies. With `records_routing`, they record the experts that compute
+    each id; servers that run already must, and have these `numerics`. Untrained models are not copied.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -116,21 +117,22 @@ async def open_engine(
     """
     weights = config.weights_dir or output / "weights"
     vocab_size = None if model is None else len(model.get_input_embeddings().weight)
+    lora = _lora_options(adapter_rank, max_adapters) if config.starts_vllm else []
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             own = copy.deepcopy(model) if is_trained else model
-            engine = _make_embedded(config.embedded, own, device, image_processor, records_routing, numerics, policies)
+            engine = _make_embedded(config.embedded, own, device, image_processor, records_routing, numerics)
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
             colocated = _start_colocated(
-                config, source, device, rank, adapter_rank, image_processor, records_routing, numerics, lends_memory
+                config, source, device, rank, lora, image_processor, records_routing, numerics, lends_memory
             )
             found = await stack.enter_async_context(colocated)
         else:
             servers = config.urls if config.urls_file is None else FileDirectory(config.urls_file)
             if config.kind is EngineKind.STARTED:
-                command = _serve_command(config, source, weights, adapter_rank, records_routing, numerics)
+                command = _serve_command(config, source, weights, lora, records_routing, numerics)
                 server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
@@ -183,7 +185,6 @@ def _make_embedded(
     image_processor: ImageProcessor | None,
     records_routing: bool,
     numerics: Numerics,
-    policies: Sequence[str],
 ) -> TransformersEngine:
     config = replace(
         config,
@@ -194,7 +195,7 @@ def _make_embedded(
         own = model.to(device)
         if own.config.get_text_config()._attn_implementation == "flex_attention":  # it takes no mask for each row
             own.set_attn_implementation("eager")
-        return TransformersEngine(own, config=config, image_processor=image_processor, adapters=policies)
+        return TransformersEngine(own, config=config, image_processor=image_processor)
 
 
 @asynccontextmanager
@@ -203,7 +204,7 @@ async def _start_colocated(
     source: str | Path,
     device: torch.device,
     rank: Rank,
-    adapter_rank: int | None,
+    lora: Sequence[str],
     image_processor: ImageProcessor | None,
     records_routing: bool,
     numerics: Numerics,
@@ -227,7 +228,7 @@ async def _start_colocated(
     options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
     options += ["--enable-sleep-mode"] if lends_memory and device.type == "cuda" else []
     options += ["--max-logprobs", str(ServerLimits().max_top_logprobs)]
-    options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.options]
+    options += [*lora, *_routing_options(records_routing), *config.options]
 
     async def start() -> SleepingEngine:
         with without_launcher():
@@ -277,7 +278,8 @@ async def _connect(
         raise missing_extra(error, f"engine.kind {config.kind} needs the client extra", "client") from error
     async with AsyncExitStack() as stack:
         engine = await connect_servers(stack, config, servers, vocab_size=vocab_size)
-        publisher: WeightPublisher | None = None
+        publisher: DiskPublisher | BroadcastPublisher | None = None
+        noting: _NotingPublisher | None = None
         if rank.index == 0:
             key = read_key(config.api_key_file, field="engine.api_key_file")
             # One retry: a server that goes away in an update shall not hold the others up for long.
@@ -302,7 +304,26 @@ async def _connect(
                     **_updating(config),
                 )
                 stack.callback(publisher.close)
-        yield RunEngine(engine=engine, publisher=publisher, servers=servers)
+            noting = _NotingPublisher(publisher, engine)
+        yield RunEngine(engine=engine, publisher=noting, servers=servers)
+
+
+class _NotingPublisher:
+    """Tells the engine of each version that its servers have taken, before it has an answer of it: which adapters they
+    have depends on it (`PoliciesConfig.list_adapters`).
+    """
+
+    def __init__(self, publisher: DiskPublisher | BroadcastPublisher, engine: HttpEngine) -> None:
+        self._publisher = publisher
+        self._engine = engine
+
+    async def publish(self, named_parameters: Iterable[tuple[str, Any]], *, policy_version: int) -> WeightUpdate:
+        update = await self._publisher.publish(named_parameters, policy_version=policy_version)
+        self._engine.note_version(policy_version)
+        return update
+
+    async def dtype(self) -> str | None:
+        return await self._publisher.dtype()
 
 
 def _find_own_host(url: str) -> str:
@@ -405,8 +426,8 @@ async def _start_in_first_process(
     return (url,)
 
 
-def _lora_options(adapter_rank: int | None) -> list[str]:
-    """Options for vLLM to take adapters of this rank as updates."""
+def _lora_options(adapter_rank: int | None, max_adapters: int) -> list[str]:
+    """Options for vLLM to take so many adapters of this rank as updates, and to have a slot for each of them."""
     if adapter_rank is None:
         return []
     highest = next((rank for rank in _VLLM_RANKS if rank >= adapter_rank), None)
@@ -416,7 +437,7 @@ def _lora_options(adapter_rank: int | None) -> list[str]:
             f"{adapter_rank}"
         )
     # Without a GPU, vLLM's last slot stays empty, and the others hold the version in use and the next one.
-    slots = 1 if torch.cuda.is_available() else 3
+    slots = max_adapters if torch.cuda.is_available() else 2 * max_adapters + 1
     return ["--enable-lora", "--max-lora-rank", str(highest), "--max-loras", str(slots)]
 
 
@@ -424,11 +445,10 @@ def _serve_command(
     config: EngineConfig,
     source: str | Path,
     weights: Path,
-    adapter_rank: int | None = None,
+    lora: Sequence[str] = (),
     records_routing: bool = False,
     numerics: Numerics = Numerics.FAST,
 ) -> list[str]:
-    lora = _lora_options(adapter_rank) if config.starts_vllm else []
     exact = [] if numerics is Numerics.FAST else ["--numerics", numerics]
     exact += ["--dtype", "float32"] if exact and not config.starts_vllm else []
     return [

@@ -129,18 +129,24 @@ async def sample_probes(
     sampling: SamplingParams,
     *,
     returns_experts: bool = False,
+    adapters: Sequence[str] = (),
 ) -> tuple[list[RenderedPrompt], list[TrainingSample]]:
     """Sample after prompts of a run: all together as a run does, then some alone, and some alone greedily.
 
-    Returns the prompts, and a row for each sample.
+    The model and the engine's `adapters` take turns. Returns the prompts, and a row for each sample.
     """
-    prompts = await asyncio.to_thread(_make_prompts, renderer, problems, engine, num=_count_prompts(engine))
+    speakers: Sequence[str | None] = (*adapters, None)
+    num = max(_count_prompts(engine), 2 * len(speakers))
+    prompts = await asyncio.to_thread(_make_prompts, renderer, problems, engine, num=num)
     plain = replace(
         sampling, temperature=sampling.temperature or 1.0, structured_output=None, stop_token_ids=(), stop_strings=(),
         num_top_logprobs=0, return_kept_ids=True, return_routed_experts=returns_experts, max_tokens=_NUM_IDS,
     )  # fmt: skip
 
-    requests = [_make_request(prompt, f"together-{k}", replace(plain, seed=k)) for k, prompt in enumerate(prompts)]
+    requests = [
+        _make_request(prompt, f"together-{k}", replace(plain, seed=k), speakers[k % len(speakers)])
+        for k, prompt in enumerate(prompts)
+    ]
     results = list(await asyncio.gather(*map(engine.sample, requests)))
     alone = replace(plain, max_tokens=_ALONE_IDS)
     greedy = SamplingParams(temperature=0.0, max_tokens=_ALONE_IDS, return_routed_experts=returns_experts)
@@ -149,22 +155,28 @@ async def sample_probes(
         for number in range(_NUM_ALONE):
             if time.monotonic() - started < _ALONE_S or number == 0:
                 prompt = prompts[number % len(prompts)]
-                requests.append(_make_request(prompt, f"{name}-{number}", replace(params, seed=number)))
+                speaker = speakers[number % len(speakers)]
+                requests.append(_make_request(prompt, f"{name}-{number}", replace(params, seed=number), speaker))
                 results.append(await engine.sample(requests[-1]))
     return prompts, [_make_row(request, result) for request, result in zip(requests, results, strict=True)]
 
 
-def _make_request(prompt: RenderedPrompt, name: str, params: SamplingParams) -> SampleRequest:
+def _make_request(prompt: RenderedPrompt, name: str, params: SamplingParams, adapter: str | None) -> SampleRequest:
     # Servers are chosen by what stands before the slash.
-    request_id = f"one-policy-{name}/0"
-    return SampleRequest(request_id=request_id, prompt_ids=prompt.token_ids, params=params, images=prompt.images)
+    return SampleRequest(
+        request_id=f"one-policy-{name}/0",
+        prompt_ids=prompt.token_ids,
+        params=params,
+        images=prompt.images,
+        adapter=adapter,
+    )
 
 
 def _make_row(request: SampleRequest, result: SampleResult) -> TrainingSample:
     result.check_answers(request)
     tree = TokenTree()
     start = tree.add_given(request.prompt_ids, Origin.PROMPT, parent=None, images=request.images)
-    tree.add_sampled(result.sequences[0], parent=start)
+    tree.add_sampled(result.sequences[0], parent=start, policy=request.adapter)
     (row,) = export_samples(tree, 0.0)
     return row
 
@@ -232,8 +244,14 @@ class PolicyCheck:
         async with fail_together(
             self.trainer
         ):  # an engine may be gone in one process; the others would score without it
+            policies, version = sampler.policies, engine.policy_version
             prompts, rows = await sample_probes(
-                engine, sampler.renderer, sampler.problems, params, returns_experts=sampler.returns_experts
+                engine,
+                sampler.renderer,
+                sampler.problems,
+                params,
+                returns_experts=sampler.returns_experts,
+                adapters=() if policies is None else policies.list_adapters(version),
             )
         found = await asyncio.to_thread(self._compare, prompts, rows)
         return _describe(found, self.name)
@@ -241,9 +259,12 @@ class PolicyCheck:
     def _compare(self, prompts: Sequence[RenderedPrompt], rows: Sequence[TrainingSample]) -> Mismatch:
         trainer = self.trainer
         scored: list[tuple[TrainingSample, Any]] = []
+        name = self.name
         try:
-            for temperature in dict.fromkeys(row.temperature for row in rows):  # of greedy rows it is 1
-                of_one = [row for row in rows if row.temperature == temperature]
+            kinds = dict.fromkeys((row.temperature, row.policy) for row in rows)  # of greedy rows it is 1
+            for kind in kinds:
+                name = self.name if kind[1] is None else f"{self.name}, {kind[1]}"
+                of_one = [row for row in rows if (row.temperature, row.policy) == kind]
                 logprobs = trainer.logprobs(of_one)
                 scored += zip(of_one, logprobs, strict=True)
                 trainer.check_policy(of_one, logprobs, max_k3=self.max_k3)
@@ -251,7 +272,7 @@ class PolicyCheck:
             with trainer.fail_together():
                 check_surprise(surprise, vocab_size=trainer.vocab_size)
         except PolicyMismatchError as error:
-            raise PolicyMismatchError(f"{self.name}: {error}. {_describe_libraries()}. Nothing was trained") from error
+            raise PolicyMismatchError(f"{name}: {error}. {_describe_libraries()}. Nothing was trained") from error
         return _merge(scored)
 
 

@@ -290,7 +290,7 @@ async def _open_engine(
             records_routing=config.trainer.routing_replay,
             numerics=config.trainer.numerics,
             lends_memory=_lends_memory(config, source, accelerator),
-            policies=() if config.policies is None else config.policies.names,
+            max_adapters=1 if config.policies is None else config.policies.max_adapters,
         )
     )
     fix_rotary(policy, engine.engine.context_length)

@@ -13,13 +13,13 @@ All but the last claim to be a policy: they are answered by these weights, or by
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from starlette.requests import Request
 
-from unbroken.engines.base import AdapterEngine, Engine
+from unbroken.engines.base import Engine
 from unbroken.errors import UnknownPolicyError
 from unbroken.images.lru_cache import LruCache
 from unbroken.server.config import ServerConfig
@@ -60,13 +60,21 @@ class PolicySource(Protocol):
         ...
 
 
+@runtime_checkable
+class _NamesAdapters(Protocol):
+    """An engine that has adapters by name: those that it loads, or those of several policies, which updates bring."""
+
+    @property
+    def adapters(self) -> Collection[str]: ...
+
+
 class Policies:
     """Resolves the names of models for one server."""
 
     def __init__(self, engine: Engine, config: ServerConfig, source: PolicySource | None = None) -> None:
         self._engine, self._config, self._source = engine, config, source
         # Python looks through all methods of the protocol to see whether an object has them.
-        self._adapter_engine = engine if isinstance(engine, AdapterEngine) else None
+        self._adapter_engine = engine if isinstance(engine, _NamesAdapters) else None
         self._habits: LruCache[tuple[str, str], bool] = LruCache(_MAX_HABITS)
         """Names by the session whose habits they are."""
 

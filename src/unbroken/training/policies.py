@@ -94,6 +94,8 @@ class PolicyTrainers(Trainer):
         self.policy_version = policy_version
         self._copies: dict[str, dict[str, torch.Tensor]] = {}
         """Frozen adapters by NAME@VERSION, as engines get them. The first version is the base, and needs none."""
+        self._made_version = 0
+        """That of the last step, or of the checkpoint: later numbers are the same weights."""
         self._activate(policies.names[0])
 
     @property
@@ -143,20 +145,29 @@ class PolicyTrainers(Trainer):
         if not seen:
             raise InvalidInputError("a step needs at least one row to train of any policy, got none: skip such a step")
         self._end_step()
+        self._made_version = self.policy_version
         self._keep_copies()
         seconds = time.perf_counter() - started
         each = {name: self._merge_stats([seen[name]], seconds) if name in seen else None for name in self._trainers}
         return replace(self._merge_stats(list(seen.values()), seconds), policies=each)
 
     def _keep_copies(self) -> None:
-        """Copy each policy if its version is one whose copies speak, and forget those that do not any more."""
-        versions = self._policies.list_copies(self.policy_version) if self._policies.copy_every else ()
-        wanted = {f"{name}@{version}" for name in self._trainers for version in versions}
+        """Copy each policy if its version is one whose copies speak, and forget those that do not any more.
+
+        After a kill versions go on above the engine's, and those that were left out are the policy as it is now. Raises
+        `CheckpointError` for an older copy that is not there.
+        """
+        wanted = [name for name in self._policies.list_adapters(self.policy_version) if name not in self._trainers]
         self._copies = {name: each for name, each in self._copies.items() if name in wanted}
-        for name in self._trainers:
-            if (copy := f"{name}@{self.policy_version}") in wanted:
-                weights = self._activate(name).named_weights()
-                self._copies[copy] = {key: tensor.detach().to("cpu", copy=True) for key, tensor in weights}
+        for copy in [name for name in wanted if name not in self._copies]:
+            name, _, version = copy.partition("@")
+            if int(version) < self._made_version:
+                raise CheckpointError(
+                    f"the frozen copy {copy} is gone: policies.copy_every and policies.num_copies must be those with "
+                    f"which the run began, got {self._policies.copy_every} and {self._policies.num_copies}"
+                )
+            weights = self._activate(name).named_weights()
+            self._copies[copy] = {key: tensor.detach().to("cpu", copy=True) for key, tensor in weights}
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """As `Trainer.logprobs`, each row under its own policy, or under the frozen copy that sampled it."""
@@ -191,6 +202,7 @@ class PolicyTrainers(Trainer):
 
     def named_weights(self) -> WeightStream:
         """The adapters of all policies and copies, each matrix under the name of its policy (`weights.adapters`)."""
+        self._keep_copies()
         specs = [
             replace(spec, name=f"{name}/{spec.name}")
             for name in self._trainers
@@ -230,7 +242,7 @@ class PolicyTrainers(Trainer):
         if names != list(self._trainers):
             raise CheckpointError(f"{folder} is of the policies {names}, and this run has {list(self._trainers)}")
         extras = [self._activate(name).load(folder / name) for name in names]
-        self.policy_version = self._trainers[names[0]].policy_version
+        self.policy_version = self._made_version = self._trainers[names[0]].policy_version
         self._copies = copies
         return extras[0]
 

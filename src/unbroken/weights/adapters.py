@@ -65,16 +65,27 @@ def split_policies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str,
     return None
 
 
-def match_adapter(given: Mapping[str, Shape], find: Callable[[str], tuple[str, Shape | None]]) -> list[AdaptedWeight]:
+def match_adapters(
+    given: Mapping[str, Shape], find: Callable[[str], tuple[str, Shape | None]]
+) -> dict[str, list[AdaptedWeight]]:
     """Check the matrices of an adapter, given by name and shape, and find the weight of each pair.
 
-    `find` returns the model's own name of a weight, and its shape if the model has it.
+    `find` returns the model's own name of a weight, and its shape if the model has it. The result is by the name of the
+    policy, which is empty for one without a name.
 
     Raises:
-        SamplingError: one matrix of a pair is missing, the model has no such weight, or a shape does not fit.
+        SamplingError: one matrix of a pair is missing, the model has no such weight, or a shape does not fit; or only
+            some matrices are of a policy.
     """
-    modules = dict.fromkeys(name.removesuffix(A).removesuffix(B) for name in given)
-    return [_match(module, given, find) for module in modules]
+    policies = split_policies(given.items()) or {"": dict(given)}
+    return {
+        policy: [_match(module, own, find) for module in dict.fromkeys(map(_find_module, own))]
+        for policy, own in policies.items()
+    }
+
+
+def _find_module(name: str) -> str:
+    return name.removesuffix(A).removesuffix(B)
 
 
 def _match(module: str, given: Mapping[str, Shape], find: Callable[[str], tuple[str, Shape | None]]) -> AdaptedWeight:

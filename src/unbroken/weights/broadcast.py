@@ -361,7 +361,8 @@ class BroadcastPublisher:
         stock = [server.url for server in self._servers if not server.stops_steps]
         if stock and is_adapter([spec.name for spec in stream.specs]):
             raise InvalidInputError(
-                f"trainer.lora_updates must be merged with stock vLLM, which takes no adapter over its wire: {stock[0]}"
+                "trainer.lora_updates must be merged, and policies left out, with stock vLLM, which takes no adapter "
+                f"over its wire: {stock[0]}"
             )
         return stream
 

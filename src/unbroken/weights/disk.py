@@ -89,6 +89,10 @@ class DiskPublisher:
         if client in self._clients:
             self._clients.remove(client)
 
+    async def dtype(self) -> str | None:
+        """None: weights are written in the dtype that the servers have in common at that time."""
+        return None
+
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
     ) -> WeightUpdate:

@@ -71,15 +71,21 @@ async def play(
     )
 
 
-def talker(*replies: str) -> ScriptedEngine:
+def talker(*replies: str, kind: type[ScriptedEngine] | None = None) -> ScriptedEngine:
     """An engine that says these; the conversations of two policies are no continuation of each other."""
-    return ScriptedEngine([say(reply) for reply in replies], allow_forks=True)
+    return (kind or Later)([say(reply) for reply in replies], allow_forks=True)
 
 
 class Later(ScriptedEngine):
     """An engine whose weights are of version 70."""
 
     policy_version = 70
+
+
+class First(ScriptedEngine):
+    """An engine that no update has brought adapters yet."""
+
+    policy_version = 0
 
 
 def debate() -> Talk:
@@ -105,6 +111,22 @@ async def test_each_policy_has_a_conversation_of_its_own() -> None:
     assert first[:5] != second[:5]
     texts = {name: [message["content"] for message in part.messages] for name, part in trajectory.parts.items()}
     assert texts == {"solver": ["Solve it.", "4", "She says no.", "5"], "critic": ["He says 4.", "no"]}
+
+
+async def test_before_the_first_update_every_policy_is_the_model_itself_which_engines_need_not_know_by_name() -> None:
+    engine = talker("4", "no", "5", kind=First)
+    (trajectory,) = (await play(debate(), engine)).trajectories
+    assert [request.adapter for request in engine.requests] == [None, None, None]
+    assert [turn.policy for turn in trajectory.turns] == ["solver", "critic", "solver"]
+
+
+def test_the_adapters_of_an_engine_are_the_policies_and_the_copies_that_speak_and_as_many_as_it_has_room_for() -> None:
+    config = PoliciesConfig(names=("x", "y"), copy_every=20, num_copies=2)
+    assert config.list_adapters(0) == ()
+    assert config.list_adapters(20) == ("x", "y", "x@20", "y@20")  # the copy at 0 is the base
+    assert config.list_adapters(70) == ("x", "y", "x@40", "x@60", "y@40", "y@60")
+    assert config.max_adapters == max(len(config.list_adapters(version)) for version in range(100)) == 6
+    assert PoliciesConfig(names=("x", "y")).list_adapters(70) == ("x", "y")
 
 
 async def test_rows_rewards_and_turn_rewards_are_those_of_their_own_policy() -> None:

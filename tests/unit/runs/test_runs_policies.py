@@ -12,7 +12,7 @@ from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs.algorithms import Algorithm
 from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.collector import Problems
-from unbroken.runs.config import EngineKind, RunConfig
+from unbroken.runs.config import RunConfig
 from unbroken.runs.samplers import SamplerOpener
 from unbroken.runs.settings import build, section_of
 from unbroken.training.config import LoraUpdates
@@ -32,13 +32,13 @@ def test_engines_get_the_adapters_of_policies_and_never_merged_weights() -> None
     config = make_config()
     assert config.policies == PoliciesConfig(names=("solver", "critic"))
     assert config.training.lora_updates is LoraUpdates.ADAPTER
+    assert config.adapter_rank == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"lora__rank": None}, "lora must be given with policies"),
-        ({"engine__kind": EngineKind.STARTED}, "engine.kind must be embedded"),
         ({"engine__reuse_kv": True}, "engine.reuse_kv must be false"),
         ({"algorithm": Algorithm.ONLINE_DPO, "trainer__kl_weight": 0.1}, "algorithm must be no online_dpo"),
         ({"algorithm": Algorithm.DAPO}, "loop.max_replacements must be 0"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.adapted import with_lora
 from support.architectures import ARCHITECTURES, tiny_model
 from support.models import tiny_qwen3
 from support.planted_faults import FAULTS, make_check, make_model
@@ -21,6 +22,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import PolicyMismatchError
 from unbroken.rendering.base import RenderedPrompt
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs import policy_check
 from unbroken.runs.config import EngineConfig, EngineKind, RunConfig
 from unbroken.runs.policy_check import (
@@ -98,6 +100,29 @@ async def test_i9_an_update_that_did_not_arrive_is_found_although_both_say_the_s
         await engine.update_weights(TensorSource(make_model().named_parameters()), policy_version=1)
         with pytest.raises(PolicyMismatchError, match="by policy version 1"):
             await make_check(engine, trained, max_k3=DENSE_BOUND, version=1).run()
+
+
+@pytest.mark.parametrize("are_swapped", [False, True])
+async def test_i9_adapters_of_several_policies_that_changed_places_are_found(are_swapped: bool):
+    policies = PoliciesConfig(names=("solver", "critic"), copy_every=1)
+    model = with_lora(make_model(), adapter_name="solver")
+    model.add_adapter("critic", model.peft_config["solver"])
+    for name, matrix in model.named_parameters():
+        if "lora_B" in name:
+            matrix.data.normal_(std=0.1)
+    async with embedded(make_model()) as engine:
+        check = make_check(engine, model, max_k3=FLOAT32, version=2, policies=policies)
+        weights = list(check.trainer.named_weights())
+        assert {name.partition("/")[0] for name, _ in weights} == set(policies.list_adapters(2))
+        await check.run()  # before the first update both are the base
+        places = {"solver@1/": "critic@2/", "critic@2/": "solver@1/"} if are_swapped else {}
+        given = [(f"{places.get(name[:9], name[:9])}{name[9:]}", each) for name, each in weights]
+        await engine.update_weights(TensorSource(given), policy_version=2)
+        if not are_swapped:
+            assert "one policy" in await check.run()
+            return
+        with pytest.raises(PolicyMismatchError, match=r"engine, (solver@1|critic@2): .* two policies \(I9\)"):
+            await check.run()
 
 
 async def test_inf_leaves_the_check_out_and_says_so():

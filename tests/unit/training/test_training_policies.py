@@ -90,7 +90,7 @@ class Pair:
     """A trainer and the engine that samples for it."""
 
     def __init__(self) -> None:
-        self.engine = TransformersEngine(tiny_qwen3(vocab_size=VOCAB_SIZE), adapters=POLICIES.names)
+        self.engine = TransformersEngine(tiny_qwen3(vocab_size=VOCAB_SIZE))
         self.trainer = PolicyTrainers(adapted(), CONFIG, policies=POLICIES, accelerator=Accelerator(cpu=True))
 
     async def sample(self, seed: int, *, other: str = "critic", n: int = 8) -> TrajectoryGroup:
@@ -274,6 +274,44 @@ async def test_a_run_that_continues_has_the_bits_of_one_that_was_not_ended(tmp_p
     )
     for name, matrices in whole.trainer._copies.items():
         assert all(torch.equal(each, again.trainer._copies[name][key]) for key, each in matrices.items())
+
+
+async def test_after_a_kill_copies_of_numbers_that_were_left_out_are_the_policy_as_it_is(tmp_path: Path) -> None:
+    """The engine had version 6 of steps that are lost, so that the run goes on after version 3 with 7."""
+    pair = Pair()
+    for seed in range(3):
+        await pair.step(seed)
+    pair.trainer.save(tmp_path / "saved")
+    again = Pair()
+    again.trainer.load(tmp_path / "saved")
+    again.trainer.policy_version = 7
+    await InProcessPublisher(again.engine).publish(again.trainer.named_weights(), policy_version=7)
+    assert set(again.engine.adapters) == set(POLICIES.list_adapters(7)) == {
+        f"{name}{copy}" for name in POLICIES.names for copy in ("", "@4", "@6")
+    }  # fmt: skip
+    now = dict(again.trainer.named_weights())
+    for name in POLICIES.names:
+        own = {key.rpartition("/")[2]: each for key, each in now.items() if key.startswith(f"{name}/")}
+        for frozen in (f"{name}@4", f"{name}@6"):
+            assert all(torch.equal(each, now[f"{frozen}/{key}"]) for key, each in own.items())
+    rows = rows_of(await again.sample(5, other="critic@4"))
+    assert mismatch_of_rows(rows, again.trainer.logprobs(rows)).k3 < 1e-10
+    await again.engine.close()
+    await pair.engine.close()
+
+
+async def test_a_copy_that_was_forgotten_is_not_made_anew(tmp_path: Path) -> None:
+    """With more copies than before, one would be missing that is older than the checkpoint."""
+    pair = Pair()
+    for seed in range(6):
+        await pair.step(seed)
+    pair.trainer.save(tmp_path / "saved")
+    more = replace(POLICIES, num_copies=3)
+    trainer = PolicyTrainers(adapted(), CONFIG, policies=more, accelerator=Accelerator(cpu=True))
+    trainer.load(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"copy solver@2 is gone: policies.copy_every and .* got 2 and 3"):
+        trainer.named_weights()
+    await pair.engine.close()
 
 
 async def test_a_checkpoint_of_other_policies_or_a_damaged_one_is_refused(tmp_path: Path) -> None:

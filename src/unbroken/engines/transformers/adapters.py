@@ -6,12 +6,12 @@
     + x A' B'    of rows 0 and 1 by solver's matrices, of row 2 by critic's
 
 An update of several policies has the matrices of all of them, each under its name (`weights.adapters`), and replaces
-all that were there. A name that has had none yet samples from the model itself, as an adapter does whose B is 0.
+all that were there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,8 @@ BASE = 0
 class RowAdapters:
     """The adapters of one model, by name and by number. Only the engine's worker changes them."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """`names` are known from the start."""
-        self._numbers = {name: number for number, name in enumerate(names, start=BASE + 1)}
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
         self._matrices: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         """A and B by the name of the linear layer, and by the adapter's number."""
         self._hooks: dict[str, Any] = {}

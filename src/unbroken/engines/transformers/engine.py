@@ -89,7 +89,6 @@ class TransformersEngine:
         model: a `PreTrainedModel` with a language-modelling head, full causal attention, `sdpa` or `eager`.
         decode: turns completion ids into text, for stop strings; without it, requests with stop strings are refused.
         image_processor: of an image-text model; requests may then have images.
-        adapters: names that requests may have before an update brings their adapters.
 
     Raises:
         InvalidInputError: the model cannot be batched exactly, or the context is longer than its own.
@@ -106,7 +105,6 @@ class TransformersEngine:
         config: TransformersEngineConfig | None = None,
         decode: Decode | None = None,
         image_processor: ImageProcessor | None = None,
-        adapters: Sequence[str] = (),
     ) -> None:
         config = config or TransformersEngineConfig()
         self.numerics = config.numerics
@@ -117,7 +115,6 @@ class TransformersEngine:
             processor=image_processor,
             records_routing=config.records_routing,
             numerics=config.numerics,
-            adapters=adapters,
         )
         self.takes_images = image_processor is not None
         self._preparing: dict[str, bool] = {}
@@ -197,6 +194,11 @@ class TransformersEngine:
     def stats(self) -> BatchStats:
         """A snapshot of the counters."""
         return replace(self._batch.stats)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the policies that requests may ask for, which came with the last update."""
+        return self._forward.adapters.names
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Sample `request.n` completions."""

@@ -12,7 +12,7 @@ key-value heads, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -81,7 +81,6 @@ class SlotForward:
         processor: ImageProcessor | None = None,
         records_routing: bool = False,
         numerics: Numerics = Numerics.FAST,
-        adapters: Sequence[str] = (),
     ) -> None:
         check_layers(model.config, context_length)
         _check_attention(model.config)
@@ -97,7 +96,7 @@ class SlotForward:
             _use_grouped_sdpa(model)
         self.device: torch.device = model.device
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self.adapters = RowAdapters(adapters)
+        self.adapters = RowAdapters()
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = _SlotCache(self._num_layers)
         # transformers 5.24 warns of the name that it had before, and models of other code still have that one.

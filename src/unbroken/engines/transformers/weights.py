@@ -12,7 +12,7 @@ import torch
 
 from unbroken.engines.checks import check_same_kind
 from unbroken.errors import SamplingError
-from unbroken.weights.adapters import A, AdaptedWeight, B, Shape, is_adapter, match_adapter
+from unbroken.weights.adapters import A, AdaptedWeight, B, Shape, is_adapter, match_adapters
 from unbroken.weights.sources import NamedTensors, TensorSpec, WeightStream, check_floating
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -49,7 +49,7 @@ class UpdateLoader:
         With `is_whole` they must be an adapter, or all of the model's weights.
 
         Raises:
-            SamplingError: as `load_into`, `match_adapter`, `check_same_kind` and `_check_whole`.
+            SamplingError: as `load_into`, `match_adapters`, `check_same_kind` and `_check_whole`.
         """
         is_stream = isinstance(tensors, WeightStream) and not tensors.is_kept
         weights: WeightStream | Named = WeightStream.of(tensors) if is_stream else list(tensors)
@@ -69,7 +69,7 @@ class UpdateLoader:
     def _merge_all(self, model: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> Named:
         """Each weight that has an adapter, merged, and those that had one before, as they were at first."""
         targets = model.state_dict(keep_vars=True)
-        adapted = _match_adapter(targets, {name: tensor.shape for name, tensor in given.items()})
+        (adapted,) = _match_adapters(targets, {name: tensor.shape for name, tensor in given.items()}).values()
         for one in adapted:
             if one.name not in self._base:
                 self._base[one.name] = targets[one.name].detach().to("cpu", copy=True)
@@ -110,7 +110,7 @@ def check_update(
     targets = model.state_dict(keep_vars=True)
     if is_adapter(shapes):
         if is_whole:  # a part may have one matrix of two
-            _match_adapter(targets, shapes)
+            _match_adapters(targets, shapes)
     elif is_whole:
         _check_whole(model, shapes)
     else:
@@ -125,7 +125,7 @@ def _check_names(model: torch.nn.Module, given: Mapping[str, Shape]) -> None:
     """Raise `SamplingError` for names or shapes of an update that the model lacks."""
     targets = model.state_dict(keep_vars=True)
     if is_adapter(given):
-        _match_adapter(targets, given)
+        _match_adapters(targets, given)
         return
     for name, shape in given.items():
         _check(targets, name, shape)
@@ -153,8 +153,8 @@ def _copy_into(model: torch.nn.Module, stream: WeightStream) -> None:
         raise RuntimeError(f"the new weights ended in between: {error!r}") from error
 
 
-def _match_adapter(targets: Mapping[str, torch.Tensor], given: Mapping[str, Shape]) -> list[AdaptedWeight]:
-    return match_adapter(given, lambda name: (name, targets[name].shape if name in targets else None))
+def _match_adapters(targets: Mapping[str, torch.Tensor], given: Mapping[str, Shape]) -> dict[str, list[AdaptedWeight]]:
+    return match_adapters(given, lambda name: (name, targets[name].shape if name in targets else None))
 
 
 def _check(targets: Mapping[str, torch.Tensor], name: str, shape: Shape) -> None:

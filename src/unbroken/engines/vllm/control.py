@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -88,8 +89,10 @@ class ControlledEngine:
         self._policy_version = 0
         self._has_other_weights = False
         """Whether whole weights have replaced those of the start."""
+        self._adapters: dict[str, LoRARequest] = {}
+        """Adapters other than the policy's, by name."""
         self._num_adapters = 0
-        """Adapters other than the policy's that were loaded so far, those that were unloaded too."""
+        """How many of them were loaded so far, those that were unloaded too."""
         self._paused = False
         self._refusing = False
         """Whether requests are refused because vLLM sleeps or is about to."""
@@ -271,14 +274,15 @@ class ControlledEngine:
             await delivery.receive(self._calls.rpc)
         times.append(time.perf_counter())
         policy_version = delivery.source.policy_version or policy_version
+        num_new, num_others = len(delivery.adapted), self._num_adapters
         try:
-            await self._policy.check(delivery.adapted, num_others=self._num_adapters)
+            await self._policy.check(delivery.adapted, others=self._adapters, num_others=num_others)
             if self._paused:  # nobody could resume it while this waits
-                self._policy.check_room(num_others=self._num_adapters)
+                self._policy.check_room(num_new, num_others=num_others)
         except SamplingError:
             await self._calls.rpc("drop_weights")
             raise
-        await self._policy.make_room(num_others=self._num_adapters)
+        await self._policy.make_room(num_new, num_others=num_others)
         if self._asleep:
             try:
                 await _wake_for_weights(self._llm, self._calls.wait)

@@ -20,7 +20,7 @@ import torch
 
 from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import EngineError, SamplingError, WeightsError
-from unbroken.weights.adapters import AdaptedWeight, is_adapter, match_adapter
+from unbroken.weights.adapters import AdaptedWeight, is_adapter, match_adapters
 from unbroken.weights.checkpoint import WeightShapes
 from unbroken.weights.files import FileSource, write_tensors
 from unbroken.weights.memory import MemorySource, WeightRow
@@ -58,8 +58,10 @@ class Delivery:
     """
     tied: TiedNames | None = None
     is_adapter: bool = False
-    adapted: Sequence[AdaptedWeight] = ()
-    """The weights that an adapter adds to; of a sender's they are known once it was received."""
+    adapted: Mapping[str, Sequence[AdaptedWeight]] = field(default_factory=dict)
+    """The weights that an adapter adds to, by the policy that it is of (`match_adapters`); of a sender's they are known
+    once it was received.
+    """
 
     async def receive(self, rpc: Rpc) -> None:
         """Have all workers open the source, or keep the adapter that a sender brings. Nothing is loaded.
@@ -72,7 +74,7 @@ class Delivery:
                 async for part in self.source.parts():
                     await self.source.take(part, {})
                 given = {name: spec.shape for name, spec in self.source.specs.items()}
-                self.adapted = match_adapter(given, self.shapes.find)
+                self.adapted = match_adapters(given, self.shapes.find)
             return
         answers = await rpc("receive_weights", type(self.source).__name__, self.source.to_object(), self.tied)
         try:
@@ -97,17 +99,24 @@ class Delivery:
         await rpc("end_load")
         await self.close()
 
-    async def load_adapter(self, rpc: Rpc, number: int) -> None:
-        """Have all workers keep the adapter that they received, under this number.
+    async def load_adapters(self, rpc: Rpc, numbers: Mapping[str, int]) -> None:
+        """Have all workers keep the adapters that they received, that of each policy under its number.
 
-        If a worker cannot (`WeightsError`), no worker keeps it: the model and other adapters are as they were.
+        If a worker cannot (`WeightsError`), no worker keeps any: the model and other adapters are as they were.
         """
-        modules = {one.given: one.name.removesuffix(".weight") for one in self.adapted}
-        answers = await rpc("keep_adapter", number, modules, max(one.rank for one in self.adapted))
+        kept = {
+            policy: (
+                numbers[policy],
+                {one.given: one.name.removesuffix(".weight") for one in adapted},
+                max(one.rank for one in adapted),
+            )
+            for policy, adapted in self.adapted.items()
+        }
+        answers = await rpc("keep_adapters", kept)
         try:
             read_answers(answers)
         except WeightsError as error:
-            await rpc("drop_adapter", number)
+            await rpc("drop_adapters", list(numbers.values()))
             raise WeightsError(f"vLLM does not load the adapter: {error}") from None
         await self.close()
 
@@ -146,7 +155,7 @@ class Deliveries:
         assert isinstance(source, SharedSource)
         found = await asyncio.to_thread(source.shapes)
         if is_adapter(found):
-            adapted = match_adapter(found, shapes.find)
+            adapted = match_adapters(found, shapes.find)
             return Delivery(source=source, shapes=shapes, is_adapter=True, adapted=adapted)
         names, tied = shapes.match(found)
         return Delivery(source=source, shapes=shapes, names=names, tied=tied)
@@ -160,7 +169,7 @@ class Deliveries:
         given = {name: spec.shape for name, spec in specs.items()}
         if is_adapter(given):
             if is_whole:
-                match_adapter(given, shapes.find)
+                match_adapters(given, shapes.find)
             return
         if not is_whole:
             for name, shape in given.items():
@@ -205,7 +214,7 @@ class Deliveries:
         """Copy an adapter, in its own dtypes: vLLM casts it."""
         given = {name: tuple(tensor.shape) for name, tensor in tensors}
         is_adapter(given)  # refuses whole weights among them
-        adapted = match_adapter(given, shapes.find)
+        adapted = match_adapters(given, shapes.find)
         copy: Callable[[], SharedSource]
         if self.transfer_dir is not None:
             copy = partial(_copy_to_files, tensors, parent=self.transfer_dir)

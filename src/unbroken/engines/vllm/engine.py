@@ -53,7 +53,8 @@ class _Adapter:
 
     lora: LoRARequest | None = None
     policy_version: int | None = None
-    """Of the policy's adapter, under which all ids are sampled; None where vLLM knows the versions of the weights."""
+    """Of the policy's adapter, or of the model itself beside those of several policies, with which all ids are sampled;
+    None where vLLM knows the versions of the weights."""
 
 
 class VllmEngine(ControlledEngine):
@@ -162,14 +163,14 @@ class VllmEngine(ControlledEngine):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that requests may ask for."""
-        return tuple(self._adapters)
+        """Names of the LoRA adapters that requests may ask for, those of several policies among them."""
+        return (*self._adapters, *self._policy.names)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter; `InvalidInputError` if the name is in use, or the adapter cannot be loaded."""
         async with self._lock:
             self._check_awake()
-            if name in self._adapters:
+            if name in self.adapters:
                 raise InvalidInputError(f"adapter names must be unique, got {name!r}, which is loaded: unload it first")
             self._adapters[name] = await load_adapter(self._llm, name, str(folder), number=self._num_adapters + 1)
             self._num_adapters += 1
@@ -177,7 +178,7 @@ class VllmEngine(ControlledEngine):
     async def unload_adapter(self, name: str) -> None:
         """Take no more requests for an adapter, and drop its KV; `InvalidInputError` for an unknown one.
 
-        vLLM keeps its weights until others need their place.
+        vLLM keeps its weights until others need their place. Those of policies go with their version.
         """
         if self._adapters.pop(name, None) is None:
             raise InvalidInputError(f"adapter must be one of {sorted(self._adapters)} to be unloaded, got {name!r}")
@@ -248,7 +249,7 @@ class VllmEngine(ControlledEngine):
         last: RequestOutput | None = None
         request = SampleRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_ids=token_ids, images=tuple(images))
         with self._policy.use() as policy:
-            async with aclosing(self._requests.run(request, params, policy and policy.lora)) as outputs:
+            async with aclosing(self._requests.run(request, params, policy and policy.find(None))) as outputs:
                 async for output in outputs:
                     last = output
         return conversion.convert_scores(last, len(token_ids), num_top_logprobs)
@@ -262,11 +263,16 @@ class VllmEngine(ControlledEngine):
         """Check a request, and yield its adapter: the one that it names, or the policy's if there is one."""
         self._check_awake()
         self._check(request)
-        if request.adapter is not None:
-            yield _Adapter(lora=self._adapters[request.adapter])
+        name = request.adapter
+        if name in self._adapters:
+            yield _Adapter(lora=self._adapters[name])
             return
-        with self._policy.use() as policy:
-            yield _Adapter() if policy is None else _Adapter(lora=policy.lora, policy_version=policy.policy_version)
+        with self._policy.use() as version:
+            yield (
+                _Adapter()
+                if version is None
+                else _Adapter(lora=version.find(name), policy_version=version.policy_version)
+            )
 
     async def _answer(
         self, request: SampleRequest, kind: RequestOutputKind, adapter: _Adapter
@@ -289,8 +295,8 @@ class VllmEngine(ControlledEngine):
             is_recorded=0 < request.params.top_k < self._max_kept or self._max_kept == self._num_logits,
             needs=f"top_k in [1, {self._max_kept}), below vLLM's --max-logprobs, or --max-logprobs -1",
         )
-        if request.adapter is not None and request.adapter not in self._adapters:
-            raise SamplingError(f"adapter must be None or one of {sorted(self._adapters)}, got {request.adapter!r}")
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise SamplingError(f"adapter must be None or one of {sorted(self.adapters)}, got {request.adapter!r}")
         if not self._has_tokenizer:
             for name in ("stop_strings", "structured_output"):
                 if getattr(request.params, name):

@@ -74,7 +74,8 @@ def require_exactness(
 ) -> AsyncEngineArgs:
     """Set what exact logprobs, scores and weight updates need.
 
-    With adapters, the host's memory has room for the policy's in two versions, as many as an update needs.
+    With adapters, the host's memory has room for two versions, as many as an update needs, of as many adapters of the
+    policy or of several as a step has slots for.
 
     vLLM 0.32 on a CPU applies the adapter in its last slot to rows that asked for none, when they share a step with
     rows that asked for one (slot -1 means none, and is read as the last). On CPUs, that slot is kept empty.
@@ -107,7 +108,7 @@ def require_exactness(
     if numerics is Numerics.EXACT:
         args = make_exact(args)
     if args.enable_lora:
-        kept = num_adapters + MIN_POLICY_ADAPTERS
+        kept = num_adapters + MIN_POLICY_ADAPTERS * args.max_loras
         args = replace(args, max_cpu_loras=max(args.max_cpu_loras or 0, args.max_loras, kept))
     if not current_platform.is_cpu():
         return args

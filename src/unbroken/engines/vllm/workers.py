@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from unbroken.engines.vllm.patches import map_on_free, patch_prompt_logprobs
 from unbroken.exactness import ModuleOutputs
-from unbroken.weights.adapters import A, B
+from unbroken.weights.adapters import A, B, split_policies
 from unbroken.weights.checkpoint import ExpertNames
 from unbroken.weights.files import FileSource
 from unbroken.weights.memory import MemorySource, find_gpu_uuid
@@ -174,15 +174,24 @@ class WorkerExtension:
         """Return the last parts of the names of modules that take adapters."""
         return _find_lora_modules(self.model_runner)
 
-    def keep_adapter(self, number: int, modules: Mapping[str, str], rank: int) -> dict[str, Any]:
-        """Keep what `receive_weights` keeps as the adapter `number`; `modules` has the checkpoint's names."""
+    def keep_adapters(self, adapters: Mapping[str, tuple[int, Mapping[str, str], int]]) -> dict[str, Any]:
+        """Keep what `receive_weights` keeps as adapters, by policy: its number, its modules under the checkpoint's
+        names, and its rank.
+        """
         assert self._received is not None
-        received, self._received = self._received, None
-        return answer(lambda: _keep_adapter(self.model_runner, number, received, modules, rank))
+        received, self._received = list(self._received), None
 
-    def drop_adapter(self, number: int) -> None:
-        """Forget an adapter, if it is kept."""
-        self.model_runner.remove_lora(number)
+        def keep() -> None:
+            policies = split_policies(received) or {"": dict(received)}
+            for policy, (number, modules, rank) in adapters.items():
+                _keep_adapter(self.model_runner, number, policies[policy].items(), modules, rank)
+
+        return answer(keep)
+
+    def drop_adapters(self, numbers: Sequence[int]) -> None:
+        """Forget adapters, those of them that are kept."""
+        for number in numbers:
+            self.model_runner.remove_lora(number)
 
     def drop_weights(self) -> None:
         """Forget what `receive_weights` keeps."""

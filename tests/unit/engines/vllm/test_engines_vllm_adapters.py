@@ -30,10 +30,9 @@ def trainer(seed: int, *, lora_updates: LoraUpdates = LoraUpdates.ADAPTER, **lor
     return Trainer(with_lora(tiny_vllm_model(), seed=seed, **lora), TrainerConfig(lora_updates=lora_updates))
 
 
-def ask(request_id: str, max_tokens: int = 20) -> SampleRequest:
-    return SampleRequest(
-        request_id=request_id, prompt_ids=PROMPT_IDS, params=SamplingParams(max_tokens=max_tokens, seed=1)
-    )
+def ask(request_id: str, max_tokens: int = 20, adapter: str | None = None) -> SampleRequest:
+    params = SamplingParams(max_tokens=max_tokens, seed=1)
+    return SampleRequest(request_id=request_id, prompt_ids=PROMPT_IDS, params=params, adapter=adapter)
 
 
 def open_rows() -> list[str]:
@@ -42,14 +41,20 @@ def open_rows() -> list[str]:
     return [link for link in links if "unbroken-weights" in link]
 
 
-async def assert_sampled_by(engine: Any, trained: Trainer, result: SampleResult, version: int) -> None:
-    """Check logprobs and versions of a completion of `PROMPT_IDS`, whose KV no other version may have computed."""
+async def find_distance(trained: Trainer, result: SampleResult) -> float:
+    """By how much the logprobs of a completion of `PROMPT_IDS` differ from a trainer's, at most."""
     from support.rows import row
 
     (sequence,) = result.sequences
     ids = [*PROMPT_IDS.tolist(), *sequence.completion_ids.tolist()]
     (expected,) = await asyncio.to_thread(trained.logprobs, [row(ids, sampled=range(len(PROMPT_IDS), len(ids)))])
-    np.testing.assert_allclose(sequence.rollout_logprobs, expected[len(PROMPT_IDS) :], atol=2e-5)
+    return float(np.abs(sequence.rollout_logprobs - expected[len(PROMPT_IDS) :]).max())
+
+
+async def assert_sampled_by(engine: Any, trained: Trainer, result: SampleResult, version: int) -> None:
+    """Check logprobs and versions of a completion of `PROMPT_IDS`, whose KV no other version may have computed."""
+    (sequence,) = result.sequences
+    assert await find_distance(trained, result) < 2e-5
     assert [(span.start, span.stop, span.policy_version) for span in sequence.version_spans] == [
         (0, len(sequence.completion_ids), version)
     ]
@@ -143,6 +148,91 @@ def update_of(*shape: int) -> Any:
     import torch
 
     return torch.zeros(shape)
+
+
+def weights_of(**trained: Trainer) -> TensorSource:
+    """An update of several policies."""
+    return TensorSource([(f"{name}/{key}", each) for name, one in trained.items() for key, each in one.named_weights()])
+
+
+async def test_several_policies_of_one_engine_have_their_own_adapters_versions_and_kv(tmp_path: Path) -> None:
+    """All requests have the same prompt of three blocks: KV of another policy or version would show in the logprobs."""
+    from support.vllm_engines import save_adapter, save_model, start_engine, tiny_vllm_model
+
+    save_model(tmp_path / "model", tiny_vllm_model())
+    save_adapter(tmp_path / "adapter")
+    engine = await start_engine(
+        tmp_path / "model", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "6",
+        adapters=(("pirate", str(tmp_path / "adapter")),),
+    )  # fmt: skip
+    left, right, newer = [trainer(seed, r=rank, lora_alpha=6) for seed, rank in ((1, 4), (2, 8), (3, 2))]
+    base = Trainer(tiny_vllm_model(), TrainerConfig())
+    try:
+        await check_policies_beside_each_other(engine, left, right, base)
+        await check_a_request_of_one_policy_goes_on(engine, left, right, newer)
+        await check_policies_from_files_and_sleep(engine, left, newer, base, tmp_path / "weights")
+        await check_refused_policies(engine, left)
+        assert not open_rows()
+    finally:
+        await engine.close()
+
+
+async def check_policies_beside_each_other(engine: Any, left: Trainer, right: Trainer, base: Trainer) -> None:
+    await engine.update_weights(weights_of(left=left, right=right), policy_version=1)
+    assert engine.adapters == ("pirate", "left", "right")
+    for turn in range(2):  # the second time the prompt's KV is there, of each policy
+        asked = [ask(f"{turn}-{name}", adapter=name) for name in ("left", "right", None)]
+        results = await asyncio.gather(*map(engine.sample, asked))
+        for own, result in zip((left, right, base), results, strict=True):
+            await assert_sampled_by(engine, own, result, 1)
+            for other in (left, right, base):
+                assert other is own or await find_distance(other, result) > 0.05
+
+
+async def check_a_request_of_one_policy_goes_on(engine: Any, left: Trainer, right: Trainer, newer: Trainer) -> None:
+    """Version 2 changes one policy: a request of the other and one of the same end as they began."""
+    await engine.pause()
+    running = [asyncio.create_task(engine.sample(ask(f"long {n}", 150, n))) for n in ("left", "right")]
+    await asyncio.sleep(0)  # they take their adapters
+    await engine.update_weights(weights_of(left=newer, right=right), policy_version=2)
+    now = [asyncio.create_task(engine.sample(ask(f"now {n}", adapter=n))) for n in ("left", "right")]
+    with pytest.raises(SamplingError, match=r"versions \[1, 2\] are in flight, and there is no room for 2 more"):
+        await engine.update_weights(weights_of(left=left, right=right), policy_version=3)
+    await engine.resume()
+    for own, task, version in ((left, running[0], 1), (right, running[1], 1), (newer, now[0], 2), (right, now[1], 2)):
+        await assert_sampled_by(engine, own, await task, version)
+
+
+async def check_policies_from_files_and_sleep(
+    engine: Any, left: Trainer, newer: Trainer, base: Trainer, folder: Path
+) -> None:
+    """Version 3, with another set of policies, one of which is a frozen copy."""
+    await engine.sleep()
+    source = weights_of(left=newer, **{"left@1": left})
+    files = write_weights(folder, source.tensors, policy_version=3)
+    await engine.update_weights(FileSource(files.folder), policy_version=3)
+    names = ("left", "left@1", None)
+    results = await asyncio.gather(*(engine.sample(ask(f"three {name}", adapter=name)) for name in names))
+    for own, result in zip((newer, left, base), results, strict=True):
+        await assert_sampled_by(engine, own, result, 3)
+    with pytest.raises(SamplingError, match=r"one of \['left', 'left@1', 'pirate'\], got 'right'"):
+        await engine.sample(ask("gone", adapter="right"))
+
+
+async def check_refused_policies(engine: Any, left: Trainer) -> None:
+    single = list(left.named_weights())
+    for refused, message in (
+        (
+            weights_of(a=left, b=left, c=left),
+            r"room for 2 versions of the adapters of \['a', 'b', 'c'\], got 4 beside 1",
+        ),
+        (weights_of(pirate=left), r"must not have the name of another adapter of the engine, got \['pirate'\]"),
+        (TensorSource([*single, (f"left/{single[0][0]}", single[0][1])]), "a policy for each matrix or for none"),
+        (TensorSource([(f"left/{name}", each) for name, each in single[1:]]), "came alone"),
+    ):
+        with pytest.raises(SamplingError, match=message):
+            await engine.update_weights(refused, policy_version=4)
+    assert engine.policy_version == 3
 
 
 async def test_an_engine_without_lora_or_room_refuses_adapters(shared_vllm: Any) -> None:
