@@ -219,7 +219,7 @@ def _has_experts(module: Any) -> bool:
 
 def _is_router(module: Any) -> bool:
     """Whether a module chooses experts by a matrix of its own, which is no `Linear`."""
-    return hasattr(module, "top_k") and isinstance(getattr(module, "weight", None), torch.Tensor)
+    return hasattr(module, "top_k") and hasattr(module, "weight")
 
 
 @torch.no_grad()

@@ -185,7 +185,7 @@ def test_public_names_without_torch_load_no_torch():
         ("TransformersEngine", "torch", "train"),
         ("VllmEngine", "vllm", "vllm"),
         ("Trainer", "accelerate", "train"),
-        ("train", "torch", "train"),
+        ("open_steps", "torch", "train"),
     ],
 )
 def test_a_missing_dependency_names_the_extra_that_installs_it(name, package, extra):
