@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from unbroken.counters import Counters, Event, add_effort
@@ -246,7 +247,8 @@ class _Episode:
                 self.check_tools(first.tools)
             outcome: EnvStart | Outcome = first
             while not isinstance(outcome, Done):
-                reply = await self._limit_turn(self._take_turn(outcome))
+                async with self._limit_turn():
+                    reply = await self._take_turn(outcome)
                 if not isinstance(reply, Reply):
                     return reply
                 stepped = await self._wait_for_env(env.step(reply))
@@ -326,12 +328,12 @@ class _Episode:
         finally:
             self.env_s += self.clock.read() - started
 
-    async def _limit_turn(self, turn: Awaitable[_T]) -> _T:
+    def _limit_turn(self) -> _TimeLimit:
         limit_s = self.limits.turn_timeout_s
         late = (
             f"a turn (its prompt, the engine's queue, sampling) took longer than {limit_s:g} s (Limits.turn_timeout_s)"
         )
-        return await _wait_for(turn, limit_s, EngineError(late))
+        return _TimeLimit(limit_s, EngineError(late))
 
 
 @functools.lru_cache(maxsize=_NUM_REWARDS)
@@ -342,14 +344,30 @@ def _takes_status(reward: Callable[..., Any]) -> bool:
 
 async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
     """The result of the work; after so many seconds it is cancelled, and `late` is raised."""
-    clock = asyncio.timeout(seconds)
-    try:
-        async with clock:
-            return await work
-    except TimeoutError as error:
-        if clock.expired():
-            raise late from error
-        raise
+    async with _TimeLimit(seconds, late):
+        return await work
+
+
+class _TimeLimit:
+    """A block that is cancelled after so many seconds; then `late` is raised. A rollout has five, so no generator."""
+
+    def __init__(self, seconds: float, late: Exception) -> None:
+        self._clock = asyncio.timeout(seconds)
+        self._late = late
+
+    async def __aenter__(self) -> None:
+        await self._clock.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._clock.__aexit__(kind, error, traceback)
+        except TimeoutError as timeout:
+            raise self._late from timeout
+        # The block may have made a time-out of its own of the cancellation.
+        if isinstance(error, TimeoutError) and self._clock.expired():
+            raise self._late from error
 
 
 def _make_failed_ending(raised: BaseException) -> _Ending:
