@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -334,7 +335,7 @@ class TokenTree:
 
     def _segments(self, position: Position) -> tuple[Segment, ...]:
         steps = self._steps(position)
-        stops = np.cumsum([step.offset for step in steps]).tolist()
+        stops = accumulate(step.offset for step in steps)
         return tuple(
             Segment(node=step.node, origin=self._nodes[step.node].origin, start=stop - step.offset, stop=stop)
             for step, stop in zip(steps, stops, strict=True)

@@ -35,6 +35,7 @@ from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextErro
 from unbroken.rendering.images import MessageImage, PlaceholderError, find_placeholder, load_images, place_images
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.threads import RendererLock
+from unbroken.types.arrays import freeze
 
 _MAX_RENDERED_AGAIN = 16
 """The most messages to render again in search of those whose images a template leaves out."""
@@ -44,6 +45,8 @@ _MAX_CHARACTERS = 2**25
 """Of all texts that are remembered: about 80 conversations of 100k tokens."""
 _MESSAGE_CHARACTERS = 500
 """What a message takes beside its text, or many short conversations would take far more memory than their texts."""
+_ID_CHARACTERS = 8
+"""What an id takes with the index of its message."""
 _NO_REFERENCES = 2
 """The format of `marshal` that spells equal values alike, wherever they are shared."""
 
@@ -59,6 +62,8 @@ class KnownPrompt:
     """Control tokens that no text of the messages has in it, as far as that was looked for."""
     digest: Any
     """The `hashlib` object of the tools and messages, for those that follow."""
+    rendered: RenderedPrompt | None = None
+    """Its ids, if it was rendered whole and has no images."""
 
 
 class RecentPrompts:
@@ -80,6 +85,7 @@ class RecentPrompts:
         converted: list[dict[str, Any]],
         known: KnownPrompt | None = None,
         absent: frozenset[str] = frozenset(),
+        rendered: RenderedPrompt | None = None,
     ) -> None:
         """Remember the rendering of messages, in the template's format `converted`, with a generation prompt.
 
@@ -90,7 +96,7 @@ class RecentPrompts:
         digest = _digest(messages[num_known:], tools, None if known is None else known.digest)
         if digest is None:
             return
-        prompt = KnownPrompt(messages=converted, text=text, absent=absent, digest=digest)
+        prompt = KnownPrompt(messages=converted, text=text, absent=absent, digest=digest, rendered=rendered)
         self._prompts.put(digest.digest(), prompt)
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> KnownPrompt | None:
@@ -100,7 +106,8 @@ class RecentPrompts:
 
 
 def _count_characters(prompt: KnownPrompt) -> int:
-    return len(prompt.text) + _MESSAGE_CHARACTERS * len(prompt.messages)
+    num_ids = 0 if prompt.rendered is None else len(prompt.rendered.token_ids)
+    return len(prompt.text) + _ID_CHARACTERS * num_ids + _MESSAGE_CHARACTERS * len(prompt.messages)
 
 
 def _digest(messages: Sequence[Message], tools: Sequence[ToolSchema], known: Any) -> Any:
@@ -156,6 +163,11 @@ class PromptRenderer:
                 raise MessagesError(f"messages[{position}].role must hold no control token, got {message['role']!r}")
         loaded = load_images(messages, images, no_images_because=no_images_because)
         with self._lock:
+            if add_generation_prompt and not loaded:
+                # The rollouts of a group begin with one prompt, and ask for it one after the other.
+                known = self._recent.find(messages, tools)
+                if known is not None and known.rendered is not None:
+                    return known.rendered
             return self._render_prompt(messages, tools, images, loaded, add_generation_prompt=add_generation_prompt)
 
     def _render_prompt(
@@ -170,8 +182,6 @@ class PromptRenderer:
         converted = self._message_format.convert(messages)
         render = functools.partial(self._template.render, add_generation_prompt=add_generation_prompt)
         text = render(converted, tools=tools)
-        if add_generation_prompt:
-            self._recent.add(messages, tools, text, converted=converted)
         spans = self._find_spans(text, converted, tools, add_generation_prompt=add_generation_prompt)
         if spans is None:
             self._check_harmless(converted, tools)
@@ -187,7 +197,12 @@ class PromptRenderer:
             placeholder = find_placeholder(images, self._encoder.control) or ""
             where = _describe_left_out_images(text, converted, placeholder, functools.partial(render, tools=tools))
             raise TemplateError(f"{error}{where}. Use a template that takes images where they are") from None
-        return RenderedPrompt(token_ids=placed.token_ids, message_indices=placed.message_indices, images=placed.images)
+        rendered = RenderedPrompt(
+            token_ids=placed.token_ids, message_indices=freeze(placed.message_indices), images=placed.images
+        )
+        if add_generation_prompt:
+            self._recent.add(messages, tools, text, converted=converted, rendered=None if loaded else rendered)
+        return rendered
 
     def _find_spans(
         self,

@@ -97,9 +97,10 @@ class Limits:
 
     def compute_turn_budget(self, *, turn_max_tokens: int, num_sampled: int, num_context_left: int) -> TurnBudget:
         """Compute how many tokens the next turn may sample: the least that turn, rollout and context allow."""
-        return min(
-            TurnBudget(max_tokens=self.max_tokens - num_sampled, limit=Limit.TOKENS),
-            TurnBudget(max_tokens=num_context_left, limit=Limit.CONTEXT),
-            TurnBudget(max_tokens=turn_max_tokens, limit=Limit.TURN),
-            key=lambda budget: budget.max_tokens,
-        )
+        left = {
+            Limit.TOKENS: self.max_tokens - num_sampled,
+            Limit.CONTEXT: num_context_left,
+            Limit.TURN: turn_max_tokens,
+        }
+        limit = min(left, key=left.__getitem__)
+        return TurnBudget(max_tokens=left[limit], limit=limit)

@@ -11,10 +11,10 @@ import inspect
 import time
 import typing
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from unbroken.counters import Counters, Event, add_effort
@@ -49,6 +49,9 @@ from unbroken.types import FinishReason, SampledSequence, SampleRequest, SampleR
 _T = TypeVar("_T")
 CheckTools: TypeAlias = Callable[[Sequence[ToolSchema]], None]
 """Raises `ToolsNotShownError` for tools that the model would not see."""
+
+_NUM_REWARDS = 16
+"""Reward functions whose arguments are remembered; a run has one."""
 
 _STATUS_BY_LIMIT = {
     Limit.TURN: TrajectoryStatus.TRUNCATED,
@@ -93,7 +96,7 @@ async def run_rollout(
     """
     bound = _make_bound(limits, renderer, sampling)
     table = _Table.of(policies, engine, sampling.seed)
-    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, bound, table)
+    policy = _Policy.of(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, bound, table)
     return await _run_episode(lambda: env, policy, limits, check_tools)
 
 
@@ -124,8 +127,9 @@ async def run_group(
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
     name, bound = group_id or uuid.uuid4().hex, _make_bound(limits, renderer, sampling)
     table = _Table.of(policies, engine, sampling.seed)
+    first = _Policy.of(engine, renderer, sampling, name, bound, table)
     siblings_of = [
-        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}", bound, table)
+        replace(first, sampling=replace(sampling, seed=derive_seed(sampling.seed, k)), trajectory_id=f"{name}/{k}")
         for k in range(n)
     ]
     try:
@@ -154,7 +158,7 @@ async def _run_episode(
     speakers = _Speakers(policy, counters, max_result_chars=limits.max_result_chars)
     env, close_error = None, None
     try:
-        env = _check_type(make_env(), Env, "the environment must be")
+        env = _check_env(make_env())
         episode = _Episode(
             env=env, policy=policy, limits=limits, speakers=speakers, clock=clock, check_tools=check_tools
         )
@@ -285,7 +289,7 @@ class _Episode:
     async def _take_turn(self, outcome: EnvStart | Continue | Rewrite) -> Reply | Limit | TrajectoryStatus:
         """Let the policy reply to the environment, or return the limit or status that ended the episode."""
         policy, start_s = self.policy, self.clock.read()
-        outcome = await _load_images(outcome, policy.renderer)
+        outcome = await _load_images(outcome, policy.loads_images)
         conversation = self.speakers.choose(outcome)
         conversation.add_messages(outcome)
         num_turns, num_sampled = len(self.speakers.turns), self.speakers.num_sampled
@@ -310,7 +314,7 @@ class _Episode:
         """The environment's reward. After a time-out it is asked only if its `reward` takes the `status`."""
         ask: Callable[..., Awaitable[Any]] = self.env.reward
         messages = tuple(copy_containers(self.speakers.list_messages()))
-        if "status" in inspect.signature(ask).parameters:
+        if _takes_status(ask.__func__ if inspect.ismethod(ask) else ask):
             return await ask(messages, status=_get_status(cause))
         if cause is Limit.TIME:
             return 0.0 if self.policy.table is None else self.speakers.make_zero_rewards()
@@ -324,31 +328,46 @@ class _Episode:
         finally:
             self.env_s += self.clock.read() - started
 
-    def _limit_turn(self) -> AbstractAsyncContextManager[None]:
+    def _limit_turn(self) -> _TimeLimit:
         limit_s = self.limits.turn_timeout_s
         late = (
             f"a turn (its prompt, the engine's queue, sampling) took longer than {limit_s:g} s (Limits.turn_timeout_s)"
         )
-        return _limit_time(limit_s, EngineError(late))
+        return _TimeLimit(limit_s, EngineError(late))
+
+
+@functools.lru_cache(maxsize=_NUM_REWARDS)
+def _takes_status(reward: Callable[..., Any]) -> bool:
+    """Whether a function names an argument `status`. Remembered: it takes as long as a short completion's parse."""
+    return "status" in inspect.signature(reward).parameters
 
 
 async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
     """The result of the work; after so many seconds it is cancelled, and `late` is raised."""
-    async with _limit_time(seconds, late):
+    async with _TimeLimit(seconds, late):
         return await work
 
 
-@asynccontextmanager
-async def _limit_time(seconds: float, late: Exception) -> AsyncIterator[None]:
-    """A block that is cancelled after so many seconds; then `late` is raised."""
-    clock = asyncio.timeout(seconds)
-    try:
-        async with clock:
-            yield
-    except TimeoutError as error:
-        if clock.expired():
-            raise late from error
-        raise
+class _TimeLimit:
+    """A block that is cancelled after so many seconds; then `late` is raised. A rollout has five, so no generator."""
+
+    def __init__(self, seconds: float, late: Exception) -> None:
+        self._clock = asyncio.timeout(seconds)
+        self._late = late
+
+    async def __aenter__(self) -> None:
+        await self._clock.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._clock.__aexit__(kind, error, traceback)
+        except TimeoutError as timeout:
+            raise self._late from timeout
+        # The block may have made a time-out of its own of the cancellation.
+        if isinstance(error, TimeoutError) and self._clock.expired():
+            raise self._late from error
 
 
 def _make_failed_ending(raised: BaseException) -> _Ending:
@@ -375,15 +394,16 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
     return None
 
 
-async def _load_images(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:
+async def _load_images(
+    outcome: EnvStart | Continue | Rewrite, load: Callable[[Sequence[Message]], list[Message]] | None
+) -> EnvStart | Continue | Rewrite:
     """Load the images of an outcome once for the whole rollout, in a thread because it is slow."""
-    if not isinstance(renderer, LoadsImages):
+    if load is None:
         return outcome
     messages: Sequence[Any] = outcome.messages
     if not any(isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in messages):
         return outcome
-    load = functools.partial(renderer.load_images, outcome.messages)
-    return replace(outcome, messages=await run_in_daemon_thread(load))
+    return replace(outcome, messages=await run_in_daemon_thread(functools.partial(load, outcome.messages)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +413,39 @@ class _Policy:
     sampling: SamplingParams
     trajectory_id: str
     bound: ThinkingBound | None
-    table: _Table | None = None
+    table: _Table | None
+    threads: DaemonThreads | None
+    """The renderer's own; None for a new one for each call."""
+    loads_images: Callable[[Sequence[Message]], list[Message]] | None
+    """How the renderer loads images, if it does."""
+    stop_token_ids: tuple[int, ...]
+    """The ids that end a turn."""
 
-    def __post_init__(self) -> None:
-        self.renderer.get_stop_token_ids()  # raises before anything is opened if no id would end a turn
+    @staticmethod
+    def of(
+        engine: Engine,
+        renderer: Renderer,
+        sampling: SamplingParams,
+        trajectory_id: str,
+        bound: ThinkingBound | None,
+        table: _Table | None,
+    ) -> _Policy:
+        """Find what the renderer can do, once for a group: Python 3.11 looks at all members of a protocol each time.
+
+        Raises before anything is opened if no id would end a turn.
+        """
+        stops = (*sampling.stop_token_ids, *renderer.get_stop_token_ids())
+        return _Policy(
+            engine=engine,
+            renderer=renderer,
+            sampling=sampling,
+            trajectory_id=trajectory_id,
+            bound=bound,
+            table=table,
+            threads=renderer.renderer_threads if isinstance(renderer, ThreadedRenderer) else None,
+            loads_images=renderer.load_images if isinstance(renderer, LoadsImages) else None,
+            stop_token_ids=tuple(dict.fromkeys(stops)),
+        )
 
     def get_request_id(self, turn: int) -> str:
         return f"{self.trajectory_id}/{turn}"
@@ -417,14 +466,13 @@ class _Policy:
     async def sample(
         self, prompt: Prompt, budget: TurnBudget, turn: int, *, adapter: str | None = None
     ) -> SampledSequence:
-        stops = (*self.sampling.stop_token_ids, *self.renderer.get_stop_token_ids())
         request = SampleRequest(
             request_id=self.get_request_id(turn),
             prompt_ids=prompt.token_ids,
             params=replace(
                 self.sampling,
                 max_tokens=budget.max_tokens,
-                stop_token_ids=tuple(dict.fromkeys(stops)),
+                stop_token_ids=self.stop_token_ids,
                 seed=derive_seed(self.sampling.seed, turn),
             ),
             images=prompt.images,
@@ -435,7 +483,7 @@ class _Policy:
         if self.bound is None:
             return first
         plan = functools.partial(self.bound.plan_rest, request, first, context_length=self.engine.context_length)
-        rest = await _run_in_renderer_thread(self.renderer, plan)
+        rest = await _run_in_renderer_thread(self.threads, plan)
         if rest is None:
             return first
         given_ids, asked = rest
@@ -473,6 +521,14 @@ def _fill_turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(reward or 0.0 for reward in given) if any(reward is not None for reward in given) else ()
 
 
+def _check_env(value: Any) -> Env:
+    """The environment. `isinstance` takes 10 us for a class that does not name `Env` as its base."""
+    if all(hasattr(value, name) for name in ("start", "step", "reward", "close")):
+        return value  # type: ignore[no-any-return]
+    checked: Env = _check_type(value, Env, "the environment must be")
+    return checked
+
+
 def _check_type(value: Any, expected: Any, rule: str) -> Any:
     if not isinstance(value, expected):
         names = " or ".join(kind.__name__ for kind in typing.get_args(expected) or (expected,))
@@ -493,6 +549,7 @@ class _Conversation:
     def __init__(
         self,
         renderer: Renderer,
+        threads: DaemonThreads | None,
         counters: Counters,
         *,
         max_result_chars: int | None = None,
@@ -510,6 +567,7 @@ class _Conversation:
         self.messages: list[Message] = []
         self.tools = tools
         self._renderer = renderer
+        self._threads = threads
         self._prompts = PromptBuilder(renderer, self.tree)
         self._counters = counters
         self._max_result_chars = max_result_chars
@@ -541,7 +599,7 @@ class _Conversation:
 
     async def build_next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
         """Build the prompt after `outcome`, whose messages were added: the first prompt, a bridge or a fork."""
-        return await _run_in_renderer_thread(self._renderer, functools.partial(self._build_next_prompt, outcome))
+        return await _run_in_renderer_thread(self._threads, functools.partial(self._build_next_prompt, outcome))
 
     def _build_next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
         last = self.turns[-1] if self.turns else None
@@ -557,7 +615,7 @@ class _Conversation:
         """Parse a completion and add it to the tree, the turns and the messages."""
         parse = functools.partial(self._renderer.parse_response, sequence.completion_ids)
         parsed = await _run_in_renderer_thread(
-            self._renderer, functools.partial(parse, prompt_ids=prompt.token_ids, tools=self.tools)
+            self._threads, functools.partial(parse, prompt_ids=prompt.token_ids, tools=self.tools)
         )
         prompt_end = attach_given(self.tree, prompt.parent, prompt.given)
         end = self.tree.add_sampled(sequence, parent=prompt_end, policy=self.policy)
@@ -626,7 +684,8 @@ class _Speakers:
 
     def __init__(self, policy: _Policy, counters: Counters, *, max_result_chars: int | None) -> None:
         self._table = policy.table
-        self._make = functools.partial(_Conversation, policy.renderer, counters, max_result_chars=max_result_chars)
+        own = (policy.renderer, policy.threads, counters)
+        self._make = functools.partial(_Conversation, *own, max_result_chars=max_result_chars)
         self._by_name: dict[str, _Conversation] = {}
         self._speeches: list[Speech] = []
         self.current = self._make()
@@ -730,10 +789,9 @@ class _Speakers:
         )
 
 
-async def _run_in_renderer_thread(renderer: Renderer, function: Callable[[], _T]) -> _T:
-    """Call `function`, which uses the renderer, in one of the renderer's threads, or a new one if it has none."""
-    threads = renderer.renderer_threads if isinstance(renderer, ThreadedRenderer) else DaemonThreads(1)
-    return await threads.run(function)
+async def _run_in_renderer_thread(threads: DaemonThreads | None, function: Callable[[], _T]) -> _T:
+    """Call `function`, which uses a renderer, in one of the renderer's threads, or a new one if it has none."""
+    return await (threads or DaemonThreads(1)).run(function)
 
 
 def _copy_parse(parsed: ParsedResponse) -> ParsedResponse:

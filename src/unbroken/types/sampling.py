@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -224,6 +224,8 @@ class SamplingParams:
     @property
     def controls(self) -> LogitControls | None:
         """What changes the logits; None if nothing does."""
+        if not self._differs(_RESHAPING):
+            return None
         stops = sorted(set(self.stop_token_ids)) if self.min_tokens else ()
         controls = LogitControls(
             stop_token_ids=tuple(stops),
@@ -238,16 +240,15 @@ class SamplingParams:
 
         A structured output may have a million characters, and is only said to be one.
         """
-        plain = SamplingParams()
         names = ("temperature", *_TRUNCATING)
-        found = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
+        found = {name: getattr(self, name) for name in names if self._differs((name,))}
         found = {name: True if name == "structured_output" else value for name, value in found.items()}
         return found if self.controls is None else found | self.controls.to_json()
 
     @property
     def truncates(self) -> bool:
         """Whether ids are cut from the distribution by their probability or a format; never of greedy sampling."""
-        return self.temperature > 0 and bool(self.truncations)
+        return self.temperature > 0 and self._differs(_TRUNCATING)
 
     @property
     def is_plain(self) -> bool:
@@ -262,6 +263,10 @@ class SamplingParams:
             for name, value in self.changes.items()
             if name in _TRUNCATING
         )
+
+    def _differs(self, names: Sequence[str]) -> bool:
+        """Whether one of these has another value than by default. Each turn of a rollout asks ten times."""
+        return any(getattr(self, name) != getattr(_PLAIN, name) for name in names)
 
     def _has_temperature(self) -> bool:
         return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURE_RANGE)
@@ -281,11 +286,10 @@ def check_reproducible(params: SamplingParams, *, whose: str) -> None:
 
     `whose` they are is for the message, such as "TRL's".
     """
-    plain = SamplingParams()
     for name in (*_TRUNCATING, *_RESHAPING):
-        if getattr(params, name) != getattr(plain, name):
+        if getattr(params, name) != getattr(_PLAIN, name):
             raise SamplingError(
-                f"sampling.{name} must be {getattr(plain, name)}, got {getattr(params, name)}: {whose} logprobs would "
+                f"sampling.{name} must be {getattr(_PLAIN, name)}, got {getattr(params, name)}: {whose} logprobs would "
                 "not be those of the sampled distribution"
             )
 
@@ -396,3 +400,7 @@ def _check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
     for name, holds, rule in rules:
         if not holds:
             raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")
+
+
+_PLAIN = SamplingParams()
+"""The defaults."""

@@ -369,3 +369,23 @@ def test_short_conversations_are_forgotten_by_what_they_take_and_not_by_their_te
         recent.add(messages, [], "x", converted=messages)
     assert recent.find(conversations[-1], []) is not None
     assert sum(recent.find(messages, []) is not None for messages in conversations) < 50
+
+
+def test_a_prompt_that_several_rollouts_ask_for_is_rendered_once_until_a_message_changes(monkeypatch):
+    renderer, _ = family("qwen")
+    messages: list[Any] = [{"role": "user", "content": "hi there"}]
+    first = renderer.render(messages)
+    renderings: list[Any] = []
+    render = renderer._template.render
+    monkeypatch.setattr(
+        renderer._template, "render", lambda *given, **more: renderings.append(1) or render(*given, **more)
+    )
+    again = renderer.render([{"role": "user", "content": "hi there"}])
+    assert not renderings
+    assert again.token_ids.tolist() == first.token_ids.tolist()
+    assert not again.token_ids.flags.writeable
+    assert not again.message_indices.flags.writeable
+    messages[0]["content"] = "hi"
+    changed = renderer.render(messages)
+    fresh, _ = family("qwen")
+    assert changed.token_ids.tolist() == fresh.render(messages).token_ids.tolist() != first.token_ids.tolist()

@@ -126,10 +126,11 @@ def convert_result(
         completion.index: _sequence(completion, request, policy_version, queue_s, vocab_size)
         for completion in output.outputs
     }
-    none = SampledSequence.aborted(request.params)
+    if len(done) < request.n:
+        done = dict.fromkeys(range(request.n), SampledSequence.aborted(request.params)) | done
     return SampleResult(
         prompt_ids=token_ids(output.prompt_token_ids),
-        sequences=tuple(done.get(index, none) for index in range(request.n)),
+        sequences=tuple(done[index] for index in range(request.n)),
         image_sha256s=request.image_sha256s,
     )
 

@@ -131,10 +131,12 @@ def cut_path(path: Path, end: int) -> Path:
 
 def find_runs(values: NDArray[Any], *, where: NDArray[np.bool_]) -> list[list[Any]]:
     """[start, stop, value] of neighbours that are equal, where a mask is true."""
-    if len(values) == 0:
+    if not where.any():
         return []
-    changes = (values[1:] != values[:-1]) | (where[1:] != where[:-1])
-    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(values)]
+    changes = values[1:] != values[:-1]
+    if where is not values:
+        changes |= where[1:] != where[:-1]
+    bounds = [0, *(changes.nonzero()[0] + 1).tolist(), len(values)]
     pairs = itertools.pairwise(bounds)
     return [[start, stop, _plain(values[start])] for start, stop in pairs if where[start]]
 
