@@ -44,10 +44,13 @@ def to_exception(error: BaseException) -> Exception:
     return ended
 
 
-def format_error(error: BaseException) -> str:
-    """Format an exception as `ValueError: no such row`, in text that can be encoded, even if its `str` fails."""
+def format_error(error: BaseException, *, first_line: bool = False) -> str:
+    """Format an exception as `ValueError: no such row`, in text that can be encoded, even if its `str` fails.
+
+    With `first_line`, nothing else of a text that continues, as with a traceback of Ray or an answer of the hub.
+    """
     try:
-        message = str(error)
+        message = str(error).strip().partition("\n")[0] if first_line else str(error)
     except Exception as unreadable:
         message = f"(its message cannot be read: {type(unreadable).__name__})"
     # Half a surrogate pair is escaped, because no tokenizer can encode it; all other text stays as it is.
