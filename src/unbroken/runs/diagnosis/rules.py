@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
 
-from unbroken.reports import shorten
+from unbroken.reports import link_pages, shorten
 from unbroken.runs.diagnosis.evidence import Evidence, Numbers, RolloutNote
 
 DOCS = "docs/troubleshooting.md"
@@ -78,7 +78,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         found.setdefault(name, f"earlier, {words}")
     rules = {rule.name: rule for rule in RULES}
     return [
-        Finding(name=name, sentence=sentence, advice=rules[name].advice, link=rules[name].link)
+        Finding(name=name, sentence=sentence, advice=link_pages(rules[name].advice), link=link_pages(rules[name].link))
         for name, sentence in found.items()
         if name in rules  # another version may have said what no rule of this one is
     ]
@@ -213,10 +213,22 @@ def _find_equal_rewards(evidence: Evidence) -> str | None:
         )
     if evidence.is_evaluation and value > 0:  # what is left to say of a model that solves all problems?
         return None
-    seen = _name_span(evidence, steps) if evidence.is_evaluation else "so far"
-    return (
-        f"every reward {seen} is {value:.4g} (all {number} of the newest rollouts): there is nothing to compare{pair}"
-    )
+    if evidence.is_evaluation or evidence.is_preflight:
+        said = f"every reward {_name_span(evidence, steps)} is {value:.4g} ({number} of {number} rollouts)"
+    else:
+        said = f"every reward so far is {value:.4g} (all {number} of the newest rollouts)"
+    return f"{said}: there is nothing to compare{_limit_others(evidence, number)}{pair}"
+
+
+def _limit_others(evidence: Evidence, number: int) -> str:
+    """What it means that all of the few rollouts of a preflight are alike: how frequent others may be.
+
+    Worked example: if 31 % of all rollouts are others, 1 of 20 preflights has none among its 8, as 0.69 ** 8 = 0.05.
+    """
+    if not evidence.is_preflight:
+        return ""
+    share = 1 - 0.05 ** (1 / number)
+    return f"; {number} rollouts show only that fewer than about {share:.0%} of all get another one (95 % confidence)"
 
 
 def _find_no_variance(evidence: Evidence) -> str | None:
@@ -406,10 +418,12 @@ def _describe_constant(evidence: Evidence, name: str, weight: float) -> str | No
     value, number = _find_constant(evidence, name), round(_sum(evidence.last, "rollout/num_trainable"))
     if value is None or weight == 0 or value * weight > 0 or number < _MIN_ROLLOUTS:
         return None
-    span = "so far" if evidence.num_steps == len(evidence.last) else _name_span(evidence, evidence.last)
+    is_all = evidence.num_steps == len(evidence.last) and not evidence.is_preflight
+    span = "so far" if is_all else _name_span(evidence, evidence.last)
     best = ", unless that is the best it can be" if value == 0 else ""
     shown = f"{value + 0.0:g}"  # -0 is 0
-    return f"{name} is {shown} in all {number} rollouts {span}: it teaches nothing{best}{_show_pair(evidence.notes)}"
+    rest = f"{_limit_others(evidence, number)}{_show_pair(evidence.notes)}"
+    return f"{name} is {shown} in all {number} rollouts {span}: it teaches nothing{best}{rest}"
 
 
 def _find_constant(evidence: Evidence, name: str) -> float | None:
