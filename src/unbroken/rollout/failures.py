@@ -11,6 +11,8 @@ from unbroken.errors import RolloutError, UnbrokenError
 
 _OURS = str(Path(__file__).parents[1])
 _INTEGRATIONS = str(Path(__file__).parents[1] / "integrations")
+_CYTHON = (".pyx", ".pxi", ".pxd")
+"""Endings of lines that pyarrow's compiled code names, by paths of the machine that built it."""
 _LIBRARIES = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_path("purelib"))
 
 
@@ -88,6 +90,6 @@ def _find_frames(error: BaseException, *, with_integrations: bool) -> tuple[list
         is_user = with_integrations and frame.filename.startswith(_INTEGRATIONS)
         if frame.filename.startswith(_OURS) and not is_user:
             is_ours = True
-        elif not frame.filename.startswith(_LIBRARIES):
+        elif not frame.filename.startswith(_LIBRARIES) and not frame.filename.endswith(_CYTHON):
             frames, is_ours = [*([] if is_ours else frames), frame], False
     return frames, is_ours

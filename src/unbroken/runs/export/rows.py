@@ -153,6 +153,7 @@ def _find_rollouts(source: str, *, steps: range | None = None, kind: str | None 
     if not (chosen := _choose_folders(folder, kind)):
         inside = sorted(path.parent.name for path in folder.glob(f"*/{_EVALUATIONS}"))
         where = f": {', '.join(inside)} in it have some" if inside else ""
+        where = where if folder.is_dir() else ": there is no such folder"
         raise InvalidInputError(
             f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
             f"({DATABASE_FILE}), got {source}{where}"
