@@ -162,7 +162,7 @@ def test_rollouts_of_a_preflight_are_judged_by_the_rules_of_the_diagnosis(tmp_pa
     assert main(["doctor", str(task)]) == 0
     shown = capsys.readouterr().out
     assert "preflight: every reward of the preflight is 0 (8 of 8 rollouts): there is nothing to compare" in shown
-    assert "; 8 rollouts show only that fewer than about 31% of all get another one (95 % confidence)" in shown
+    assert "; 8 are few: up to about 31% of all rollouts may get another reward (95% confidence)" in shown
     assert "docs/troubleshooting.md#equal-rewards" in shown
 
 
