@@ -109,7 +109,7 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
     ),
     "collapse": (
         observe({}, *[rewards(0.0)] * 3),
-        "all 192 rewards .* are 0, and the mean of a step before was 0.5; one",
+        "all 192 rewards .* are 0, and the mean of a step before was 0.4; one",
     ),
     "cut": (observe(*[{"counters/status/truncated": 61}] * 3), "183 of 192 .* the longest has 100 tokens"),
     "low-temperature": (
