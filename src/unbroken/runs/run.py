@@ -161,8 +161,7 @@ async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -
         evaluate_on=[each.problems for each in task.sets],
         part=str(rank.index),
     )
-    # Of a CPU's memory nothing is estimated.
-    sizes = find_sizes(model, config) if accelerator.device.type == "cuda" else None
+    sizes = _find_sizes(config, model, accelerator)
     _warn(config, model, accelerator, sizes)
     async with AsyncExitStack() as stack:
         processes: SamplerProcesses | None = None
@@ -238,6 +237,11 @@ def _choose_training(config: RunConfig, engine: RunEngine, policy: Any) -> Train
         # should be had a k3 of 0.11. The start is compared all the same, before there are older weights.
         max_k3 = None
     return replace(engine.adapt(config.training), max_policy_k3=max_k3)
+
+
+def _find_sizes(config: RunConfig, model: str | Path, accelerator: Accelerator) -> ModelSizes | None:
+    """What memory on a GPU is estimated by; None on a CPU, of whose memory nothing is estimated."""
+    return find_sizes(model, config) if accelerator.device.type == "cuda" else None
 
 
 def _warn(config: RunConfig, model: str | Path, accelerator: Accelerator, sizes: ModelSizes | None) -> None:

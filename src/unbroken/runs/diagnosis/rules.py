@@ -77,9 +77,7 @@ class Finding:
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """All that the rules find, in the order of the table, and then what the run has said and is found no more."""
-    found = {rule.name: sentence for rule in RULES if (sentence := rule.find(evidence)) is not None}
-    for rule in [each for each in RULES if each.name in found]:
-        found = {name: sentence for name, sentence in found.items() if name not in rule.explains}
+    found = _find_unexplained(evidence)
     for name, words in evidence.said.items():
         found.setdefault(name, f"earlier, {words}")
     rules = {rule.name: rule for rule in RULES}
@@ -88,6 +86,13 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         for name, sentence in found.items()
         if name in rules  # another version may have said what no rule of this one is
     ]
+
+
+def _find_unexplained(evidence: Evidence) -> dict[str, str]:
+    """What each rule says, by its name, but for those that another one explains."""
+    speaking = {rule: sentence for rule in RULES if (sentence := rule.find(evidence)) is not None}
+    explained = frozenset[str]().union(*(rule.explains for rule in speaking))
+    return {rule.name: sentence for rule, sentence in speaking.items() if rule.name not in explained}
 
 
 def _is_learning(evidence: Evidence) -> bool:
