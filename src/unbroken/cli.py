@@ -28,6 +28,7 @@ from unbroken.gateway.options import (
     read_gateway_options,
     read_session_options,
 )
+from unbroken.reports import link_pages
 from unbroken.runs.agent import add_agent_parser, run_agent
 from unbroken.runs.command import (
     add_doctor_parser,
@@ -53,6 +54,10 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **settings)
         self.is_short = is_short
         self.add_argument("--help-all", action="help", help="show it with every option, and exit")
+
+    def format_help(self) -> str:
+        """The help, with the addresses of the pages that it names."""
+        return link_pages(super().format_help())
 
 
 _COMPLETIONS = {
@@ -105,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except UnbrokenError as error:
-        print(f"unbroken: {error}", file=sys.stderr)
+        print(f"unbroken: {link_pages(str(error))}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, Terminated) as ending:
         return _report_ending(ending, arguments.advice)

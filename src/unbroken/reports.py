@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,30 @@ def shorten(text: str, length: int, *, num_last: int = 0) -> str:
     if len(text) <= length:
         return text
     return f"{text[: length - 2 - num_last]}..{text[len(text) - num_last :]}"
+
+
+_PAGE = re.compile(r"\bdocs/([\w/-]+)\.md(#[\w-]+)?")
+"""A page of the documentation, as texts of ours name it: its path in a clone."""
+
+
+def link_pages(text: str) -> str:
+    """The text with the address of each page that it names, in a release; who has that may have no folder `docs`.
+
+        docs/engines.md#one-policy  ──►  https://somebody.github.io/unbroken/engines/#one-policy
+
+    A clone's address is that of OWNER until a release is made of it (`tools/prepare_release.py`): its pages keep their
+    paths.
+    """
+
+    def link(found: re.Match[str]) -> str:
+        try:
+            urls = metadata("unbroken").get_all("Project-URL") or ()
+        except PackageNotFoundError:  # on the path of Python, and not installed
+            return found[0]
+        site = next((url.partition(", ")[2] for url in urls if url.startswith("Documentation, ")), "OWNER")
+        return found[0] if "OWNER" in site else f"{site}{found[1]}/{found[2] or ''}"
+
+    return _PAGE.sub(link, text)
 
 
 def format_percent(part: float, whole: float = 1) -> str:

@@ -1,5 +1,5 @@
 """Daemon threads for blocking functions, and one for an event loop; an event loop that responds in time, a lock for a
-renderer, and the end of a process that does not end by itself.
+renderer, memory that a process does not need, and the end of one that does not end by itself.
 
 It imports little: commands load it at their start.
 """
@@ -10,6 +10,7 @@ import _thread
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import gc
 import os
 import sys
@@ -166,6 +167,13 @@ class RendererLock:
         self._owner, self._depth = None, 0
         self._lock.release()
         return depth
+
+
+def give_memory_back() -> None:
+    """Give what was freed back to the system: glibc keeps most of it, and some objects are in cycles of references."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def exit_in(seconds: float, *, status: int) -> Callable[[], None]:

@@ -39,6 +39,23 @@ async def computes() -> None:
     await asyncio.sleep(3.0)
 
 
+async def first_computes() -> None:
+    """Process 0 computes in the loop's thread for longer than others are waited for, and again in each of its turns."""
+    store = group.WORLD.get_group_store()
+    if RANK == "0":
+        await asyncio.sleep(0)
+        store.wait(["connected"])
+        for seconds in (1.5, *[0.3] * 8):
+            time.sleep(seconds)  # noqa: ASYNC251
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.5)
+        store.set("done", "")
+    else:
+        store.set("connected", "")
+        await asyncio.to_thread(store.wait, ["done"])
+    assert not learned.is_set(), "nobody was lost"
+
+
 async def interrupted() -> None:
     """A launcher ends both at once; process 0 closes what it has open for longer than process 1."""
     task = asyncio.current_task()
@@ -77,8 +94,9 @@ async def run(case: Callable[[], Awaitable[None]]) -> None:
 
 def main(case: str) -> None:
     """Run one of the cases."""
-    processes._MEET_S = 3.0 if case == "killed_before" else 60.0
-    processes._HANDSHAKE_S, processes._OWN_ERROR_S, processes._THREADS_S = 1.0, 1.0, 0.8
+    processes._MEET_S = {"killed_before": 3.0, "first_computes": 1.0}.get(case, 60.0)
+    processes._HANDSHAKE_S = 0.2 if case == "first_computes" else 1.0
+    processes._OWN_ERROR_S, processes._THREADS_S = 1.0, 0.8
     if case == "interrupted":
         processes._OWN_ERROR_S, processes._THREADS_S = 0.3, 60.0
     lose = processes._Others._lose

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.reports import Report, ReportTable, write_file
+from unbroken.reports import Report, ReportTable, link_pages, write_file
 
+ROOT = Path(__file__).parents[2]
 NUMBERS = ReportTable(
     title="two models",
     columns=("", "A of a long name", "B"),
@@ -63,3 +65,24 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path):
     with pytest.raises(InvalidInputError, match=r"other\.txt cannot be written: Is a directory"):
         write_file(tmp_path / "new" / "other.txt", "third")
     write_file(Path("/dev/null"), "to a device")
+
+
+@pytest.mark.parametrize(
+    ("owner", "shown"),
+    [
+        (
+            "somebody",
+            "see https://somebody.github.io/unbroken/engines/#one-policy (https://somebody.github.io/unbroken/runs/)",
+        ),
+        ("OWNER", "see docs/engines.md#one-policy (docs/runs.md)"),
+    ],
+)
+def test_a_page_has_its_address_in_a_release_and_its_path_in_a_clone(owner, shown, tmp_path, monkeypatch):
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
+    lines = [f"Project-URL: {name}, {url}" for name, url in urls.items()]
+    about = tmp_path / "unbroken-9.dist-info"
+    about.mkdir()
+    text = "\n".join(["Metadata-Version: 2.1", "Name: unbroken", "Version: 9", *lines])
+    (about / "METADATA").write_text(text.replace("OWNER", owner))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert link_pages("see docs/engines.md#one-policy (docs/runs.md)") == shown

@@ -30,6 +30,7 @@ from unbroken.cluster.plan import Others, Part, Plan
 from unbroken.cluster.processes import Command, Kind, NodePlace, PartState, Runner, name_node
 from unbroken.cluster.registry import KEY, Registry
 from unbroken.errors import InvalidInputError, TrainingError
+from unbroken.rollout.failures import format_error
 from unbroken.runs.folder import open_private
 from unbroken.runs.signals import cancelled_by_sigterm
 
@@ -68,8 +69,9 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
             ray.init(address=_LOCAL, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
         except Exception as error:  # a node that does not come up in time is a plain Exception
             raise InvalidInputError(
-                f"--address local needs Ray, which does not start on this machine: {_first_line(error)} (its logs are "
-                "in /tmp/ray/session_latest/logs, unless RAY_TMPDIR names another folder)"
+                "--address local needs Ray, which does not start on this machine: "
+                f"{format_error(error, first_line=True)} (its logs are in /tmp/ray/session_latest/logs, unless "
+                "RAY_TMPDIR names another folder)"
             ) from None
         return
     if not is_untrusted:
@@ -79,7 +81,7 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
     except Exception as error:  # also of what Ray starts and does not find
         raise InvalidInputError(
             f"--address must be that of a Ray cluster, got {address or 'auto'}: start one (docs/cluster.md), or give "
-            f"--address local for this machine alone ({_first_line(error)})"
+            f"--address local for this machine alone ({format_error(error, first_line=True)})"
         ) from None
     if not (is_untrusted or is_token_auth_enabled()):
         ray.shutdown()
@@ -87,11 +89,6 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
             "the Ray cluster has no token, so whoever reaches its ports can run code: start it with RAY_AUTH_MODE="
             "token (docs/cluster.md), or give --no-ray-token"
         )
-
-
-def _first_line(error: Exception) -> str:
-    """The type of an error of Ray and the first line of its text, which may continue with a traceback."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def check_token_file(variables: Mapping[str, str]) -> None:

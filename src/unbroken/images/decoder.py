@@ -296,7 +296,7 @@ def _check_png_rows(data: bytes) -> None:
     Pillow leaves those rows black that a file's data end before.
     """
     width, height, bits, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data, 16)
-    expected = count_png_bytes(width, height, bits * _PNG_CHANNELS[colour], interlaced=bool(interlace))
+    expected = _count_png_bytes(width, height, bits * _PNG_CHANNELS[colour], interlaced=bool(interlace))
     decoder = zlib.decompressobj()
     found = 0
     for piece in _find_png_data(data):
@@ -307,7 +307,7 @@ def _check_png_rows(data: bytes) -> None:
         raise ValueError(f"it has {found} of {expected} bytes of pixels")
 
 
-def count_png_bytes(width: int, height: int, bits: int, *, interlaced: bool) -> int:
+def _count_png_bytes(width: int, height: int, bits: int, *, interlaced: bool) -> int:
     """Count the bytes of all rows, each with its filter byte, at `bits` for a pixel."""
     passes = _PNG_PASSES if interlaced else ((0, 0, 1, 1),)
     sizes = [(-((x - width) // dx), -((y - height) // dy)) for x, y, dx, dy in passes]

@@ -98,7 +98,7 @@ class ChatTemplate:
             code = _compile(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
-                f"the chat template does not compile: line {error.lineno}: {error.message}. "
+                f"the chat template does not compile: line {error.lineno}: {str(error.message).rstrip('.')}. "
                 "Correct it, or pass another one as chat_template="
             ) from None
         # Parser and compiler fail on deeply nested or huge expressions in many ways, most often with RecursionError.

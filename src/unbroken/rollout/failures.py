@@ -11,6 +11,8 @@ from unbroken.errors import RolloutError, UnbrokenError
 
 _OURS = str(Path(__file__).parents[1])
 _INTEGRATIONS = str(Path(__file__).parents[1] / "integrations")
+_CYTHON = (".pyx", ".pxi", ".pxd")
+"""Endings of lines that pyarrow's compiled code names, by paths of the machine that built it."""
 _LIBRARIES = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_path("purelib"))
 
 
@@ -44,10 +46,13 @@ def to_exception(error: BaseException) -> Exception:
     return ended
 
 
-def format_error(error: BaseException) -> str:
-    """Format an exception as `ValueError: no such row`, in text that can be encoded, even if its `str` fails."""
+def format_error(error: BaseException, *, first_line: bool = False) -> str:
+    """Format an exception as `ValueError: no such row`, in text that can be encoded, even if its `str` fails.
+
+    With `first_line`, nothing else of a text that continues, as with a traceback of Ray or an answer of the hub.
+    """
     try:
-        message = str(error)
+        message = str(error).strip().partition("\n")[0] if first_line else str(error)
     except Exception as unreadable:
         message = f"(its message cannot be read: {type(unreadable).__name__})"
     # Half a surrogate pair is escaped, because no tokenizer can encode it; all other text stays as it is.
@@ -85,6 +90,6 @@ def _find_frames(error: BaseException, *, with_integrations: bool) -> tuple[list
         is_user = with_integrations and frame.filename.startswith(_INTEGRATIONS)
         if frame.filename.startswith(_OURS) and not is_user:
             is_ours = True
-        elif not frame.filename.startswith(_LIBRARIES):
+        elif not frame.filename.startswith(_LIBRARIES) and not frame.filename.endswith(_CYTHON):
             frames, is_ours = [*([] if is_ours else frames), frame], False
     return frames, is_ours

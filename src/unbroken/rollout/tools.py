@@ -269,23 +269,23 @@ def cut_tool_result(message: Message, max_chars: int | None) -> bool:
         return False
     content = message["content"]
     if isinstance(content, str):
-        message["content"] = cut_text(content, max_chars)
+        message["content"] = _cut_text(content, max_chars)
         return len(content) > max_chars
     num_left = max_chars
     is_cut = False
     for part in content or ():
         if part["type"] == "text":
             num_chars = len(part["text"])
-            part["text"] = cut_text(part["text"], num_left)
+            part["text"] = _cut_text(part["text"], num_left)
             is_cut |= num_chars > num_left
             num_left = max(num_left - num_chars, 0)
     return is_cut
 
 
-def cut_text(text: str, max_chars: int) -> str:
+def _cut_text(text: str, max_chars: int) -> str:
     r"""Keep the first and the last characters of a text, `max_chars` in all, with a mark between them if any is cut.
 
-    cut_text("abcdefghij", 4)    # "ab\n[... 6 of 10 characters were cut ...]\nij"
+    _cut_text("abcdefghij", 4)    # "ab\n[... 6 of 10 characters were cut ...]\nij"
     """
     num_cut = len(text) - max_chars
     if num_cut <= 0:

@@ -101,9 +101,6 @@ def _find_machine() -> str:
 
 
 def _choose_for_model(config: RunConfig, machine: str, model: str) -> tuple[Numerics, str]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from unbroken.runs.models import load_config
 
     loaded = load_config(model, config.model_settings)
@@ -111,9 +108,18 @@ def _choose_for_model(config: RunConfig, machine: str, model: str) -> tuple[Nume
         return Numerics.FAST, f"{model} has no config that can be read"
     if (why := _find_unmeasured(loaded)) is not None:
         return Numerics.FAST, why
-    with torch.device("meta"):
-        billions = AutoModelForCausalLM.from_config(loaded).num_parameters() / 1e9
-    return _decide(config.engine.kind, machine, has_lora=config.lora is not None, billions=billions)
+    return _decide(config.engine.kind, machine, has_lora=config.lora is not None, billions=_count_weights(loaded) / 1e9)
+
+
+def _count_weights(model_config: Any) -> int:
+    """The parameters of a model of a measured family, but for norms and biases: below a thousandth of them."""
+    from unbroken.decoder_config import DecoderConfig
+
+    decoder, sizes = DecoderConfig(model_config), model_config.get_text_config()
+    attention = 2 * (decoder.num_heads + decoder.num_key_heads) * decoder.head_size
+    of_layer = attention + 3 * sizes.intermediate_size
+    embeddings = sizes.vocab_size * (1 if decoder.is_tied else 2)
+    return int(sizes.hidden_size * (embeddings + sizes.num_hidden_layers * of_layer))
 
 
 def _find_unmeasured(model_config: Any) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
-from unbroken.reports import format_json
+from unbroken.reports import format_json, link_pages
 from unbroken.runs.processes import SAMPLER_KEY
 
 COMMON_FIELDS = (
@@ -389,7 +389,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
         print(format_json(of_all), end="")
         return 0
     for folder, (evidence, findings) in found.items():
-        silence = "nothing is found: no rule of docs/troubleshooting.md speaks"
+        silence = link_pages("nothing is found: no rule of docs/troubleshooting.md speaks")
         if evidence.num_steps == 0:
             silence = "no step has ended, so there is nothing to judge"
         said = [format_finding(each, folder) for each in findings] or [silence]

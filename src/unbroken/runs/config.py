@@ -108,7 +108,14 @@ class EngineConfig:
     def _check_urls(self) -> None:
         is_server = self.kind is EngineKind.SERVER
         if is_server != (bool(self.urls) or self.urls_file is not None):
-            raise InvalidInputError(f"urls must be given exactly with kind server, got {self.urls} with {self.kind}")
+            rest = (
+                "`unbroken serve MODEL` starts one, whose address is given here"
+                if is_server
+                else "kind server asks these servers"
+            )
+            raise InvalidInputError(
+                f"urls must be given exactly with kind server, got {self.urls} with {self.kind}: {rest}"
+            )
         if self.urls and self.urls_file is not None:
             raise InvalidInputError(f"urls must be left out with urls_file, got {self.urls} and {self.urls_file}")
         if self.urls_file is not None and self.transport is not WeightTransport.FILES:

@@ -70,26 +70,30 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
     return ImageInputs(processor=processor, settings=encode_image_settings(settings))
 
 
-def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: float, num_processes: int = 1) -> None:
+def warn_about_memory(
+    source: str | Path, config: RunConfig, sizes: ModelSizes | None, *, device_bytes: float, num_processes: int = 1
+) -> None:
     """Warn, before anything is loaded, if the run is estimated to need more than a GPU of so many bytes has.
 
-    Nothing is estimated of layers in float32, nor of a model whose config does not say its sizes.
+    Nothing is estimated without sizes (`find_sizes`).
     """
-    if (sizes := _find_sizes(source, config)) is None:
+    if sizes is None:
         return
     layout = _plan_layout(config, num_processes)
     if (shortage := describe_shortage(sizes, config.training, layout, device_bytes=device_bytes)) is not None:
         _logger.warning("%s may not fit: %s", source, shortage)
 
 
-def needs_engine_memory(source: str | Path, config: RunConfig, *, device_bytes: float, num_processes: int = 1) -> bool:
+def needs_engine_memory(
+    source: str | Path, config: RunConfig, sizes: ModelSizes | None, *, device_bytes: float, num_processes: int = 1
+) -> bool:
     """Whether the trainer needs the memory of a colocated engine, so that this has to sleep while a step is trained.
 
     It sleeps where nothing can be estimated, and where its options ask for it. A teacher in the process is counted as
     large as the policy, and most are larger: enough for a warning, but not to keep memory that the trainer may need.
     """
     asks = "--enable-sleep-mode" in config.engine.options
-    if asks or _count_teachers(config) or (sizes := _find_sizes(source, config)) is None:
+    if asks or _count_teachers(config) or sizes is None:
         return True
     layout, longest = _plan_layout(config, num_processes), find_context_length(source, config.engine)
     return longest is None or not fits_beside_engine(
@@ -97,8 +101,11 @@ def needs_engine_memory(source: str | Path, config: RunConfig, *, device_bytes: 
     )
 
 
-def _find_sizes(source: str | Path, config: RunConfig) -> ModelSizes | None:
-    """The sizes of the model; None if it is trained in float32, or its config does not say them."""
+def find_sizes(source: str | Path, config: RunConfig) -> ModelSizes | None:
+    """The sizes of the model; None if it is trained in float32, or its config does not say them.
+
+    The model is built without its weights, which takes seconds for some: a run does so once.
+    """
     if config.precision is not Precision.BFLOAT16:
         return None
     auto = AutoModelForImageTextToText if _is_image_text_only(source) else AutoModelForCausalLM

@@ -19,8 +19,6 @@ the update a gradient, but no averages of AdamW, which no second update would re
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import multiprocessing
 import os
 import sys
@@ -28,7 +26,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +50,7 @@ from unbroken.runs.run import join_accelerator
 from unbroken.runs.settings import build, section_of
 from unbroken.runs.signals import cancelled_by_sigterm
 from unbroken.runs.teachers import open_teachers
+from unbroken.threads import give_memory_back
 from unbroken.training.config import SharedPrefixes
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.model.adapters import causal_lm
@@ -140,7 +139,7 @@ class Comparison:
                         reports.append(await loop.run_in_executor(pool, _measure_apart, self, numerics))
                 else:
                     reports.append(await _measure(self, numerics))
-                    _give_back_memory()
+                    give_memory_back()
         return reports
 
 
@@ -250,7 +249,7 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     row = await sample([config.seed, 6], [(num_given, min(8, engine.context_length - num_given))])
     await engine.record_outputs(file := config.output / "outputs.pt")
     progress.say("modules", "sampled")
-    _give_back_memory()
+    give_memory_back()
     rows = await _sample_apart(sample, engine.context_length, config.seed, *sizes, progress)
     progress.begin("together", "sampling", total=sizes[0])
     started = time.perf_counter()
@@ -262,13 +261,13 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     model = causal_lm(trainer.backend.policy.model)
     modules = await _compare_modules(trainer, row, file)
     progress.say("modules", "compared")
-    _give_back_memory()
+    give_memory_back()
     ways = {}
     for way, found in rows.items():
         progress.begin(way, "comparing")
         ways[way] = await _score(trainer, found)
         progress.say_found(way, ways[way])
-    _give_back_memory()
+    give_memory_back()
     trained_s = await _update(opened, trainer, rows["together"])
     progress.say("updated", "trained and published")
     progress.begin("updated", "sampling and comparing", total=sizes[0])
@@ -309,13 +308,6 @@ async def _update(opened: RunEngine, trainer: Trainer, rows: Sequence[TrainingSa
     assert opened.publisher is not None, "one process publishes itself"
     await opened.publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
     return seconds
-
-
-def _give_back_memory() -> None:
-    """Free what nobody needs: glibc keeps tensors of less than 32 MB, and models are in cycles of references."""
-    gc.collect()
-    with suppress(AttributeError, OSError):  # other C libraries have no such function
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Progress:

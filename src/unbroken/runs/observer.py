@@ -202,7 +202,7 @@ def _describe_numbers(metrics: Metrics) -> list[str]:
     """The numbers of a step's line: the reward with its parts, its time, and what is not as it should be."""
     shown = {name: f"{value:.3g}" for name, key in _SHOWN if (value := metrics.get(key)) is not None}
     if "reward" in shown:
-        shown["reward"] += format_parts(metrics, r"reward/(?!kept_mean$)(.+)_mean")
+        shown["reward"] += format_parts(metrics, r"reward/(.+)_mean")
     if (metrics.get("mismatch/k3") or 0.0) < _ROUNDING:
         shown.pop("mismatch k3", None)
     return [f"{name} {text}" for name, text in shown.items()]

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -124,7 +125,7 @@ class Preflight:
         processes = "" if self.num_processes == 1 else f", {self.num_processes} processes"
         return {
             "device": f"{_name_device(self.model)}, engine {config.engine.kind}{processes}{_describe_load(self.model)}",
-            "model": f"{self.source}{_describe_size(self.model)}",
+            "model": f"{_name_source(self.source)}{_describe_size(self.model)}",
             **({"teacher": ", ".join(config.teacher.models)} if config.teacher and self.trains else {}),
             "rows": f"{rows}; {step} a step, {config.loop.num_steps} steps" if self.trains else rows,
             "output": str(config.output),
@@ -233,6 +234,12 @@ def _name_device(model: Any) -> str:
         return "that of the engine"
     device = next(model.parameters()).device
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def _name_source(source: str) -> str:
+    """A model's name on the hub or its folder, as a user of this folder names it."""
+    here = Path.cwd()
+    return str(Path(source).relative_to(here)) if Path(source).is_relative_to(here) else source
 
 
 def _describe_load(model: Any) -> str:

@@ -251,7 +251,6 @@ class _Others:
         try:
             connection = await asyncio.to_thread(socket.create_connection, (host, port), _CONNECT_S)
         except OSError as error:
-            store.set(f"{key}/{self._index}", "cannot connect")
             _logger.warning(
                 "%s cannot connect to %s:%d (%s): if a rank is lost, it does not learn which",
                 self.own_name, host, port, error,
@@ -260,6 +259,7 @@ class _Others:
             greeted = asyncio.Event()
             self._start(self._follow(connection, token, greeted)).add_done_callback(lambda _: greeted.set())
             await greeted.wait()  # the run may compute in this thread for longer than the first one waits for a name
+        store.set(f"{key}/{self._index}", "")  # it came as far as here, whatever the first one computes meanwhile
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -282,12 +282,17 @@ class _Others:
                 loop.remove_reader(server)
 
     async def _expect(self, store: Store, key: str) -> None:
-        """Wait until each process has connected, or said that it cannot; one that did neither is lost."""
+        """Wait until each process has connected, or said that it cannot; one that did neither is lost.
+
+        The store knows who came, for this process may have computed for all of the time, and let nobody in: whoever is
+        at its door then has the same turn of the loop as the end of the wait.
+        """
         await asyncio.sleep(_MEET_S)
         for rank in sorted(self._absent):
-            if await asyncio.to_thread(store.check, [f"{key}/{rank}"]):
+            has_come = await asyncio.to_thread(store.check, [f"{key}/{rank}"])
+            if has_come:
                 self._absent.discard(rank)
-            else:
+            elif rank in self._absent:  # it may have come in since
                 self._lose(f"{self._names[rank]} has not connected within {_MEET_S:g} s: it was lost before")
 
     async def _follow(self, connection: socket.socket, token: str, greeted: asyncio.Event | None = None) -> None:
@@ -318,15 +323,21 @@ class _Others:
 
     async def _welcome(self, reader: asyncio.StreamReader, token: str) -> int | None:
         """Read which process has connected; None for a stranger, who is given a few seconds."""
-        with suppress(OSError, ValueError, TimeoutError):  # ValueError: a line without an end
-            async with asyncio.timeout(_HANDSHAKE_S):
-                line = (await reader.readline()).decode("utf-8", "replace")
+        reading = asyncio.ensure_future(reader.readline())
+        try:
+            # Not `asyncio.timeout`: it drops a line that came while this process computed for longer.
+            await asyncio.wait([reading], timeout=_HANDSHAKE_S)
+            line = reading.result().decode("utf-8", "replace")
             given, number, name = line.rstrip("\n").split(" ", 2)
-            if secrets.compare_digest(given.encode(), token.encode()):
-                self._names[int(number)] = name
-                self._absent.discard(int(number))
-                return int(number)
-        return None
+        except (OSError, ValueError, asyncio.InvalidStateError):  # ValueError: a line without an end, or another text
+            return None
+        finally:
+            reading.cancel()
+        if not secrets.compare_digest(given.encode(), token.encode()):
+            return None
+        self._names[int(number)] = name
+        self._absent.discard(int(number))
+        return int(number)
 
     def _lose(self, reason: str) -> None:
         if not self._loss.done():

@@ -36,6 +36,7 @@ from unbroken.runs.models import (
     check_config_changes,
     find_context_length,
     find_revision,
+    find_sizes,
     load_config,
     load_model,
     locate,
@@ -60,6 +61,7 @@ from unbroken.runs.teachers import open_teachers
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.config import TrainerConfig
+from unbroken.training.memory import ModelSizes
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads, on_device
 from unbroken.training.policies import PolicyTrainers
@@ -159,7 +161,8 @@ async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -
         evaluate_on=[each.problems for each in task.sets],
         part=str(rank.index),
     )
-    _warn(config, model, accelerator)
+    sizes = _find_sizes(config, model, accelerator)
+    _warn(config, model, accelerator, sizes)
     async with AsyncExitStack() as stack:
         processes: SamplerProcesses | None = None
         if config.rollouts.has_samplers:
@@ -180,7 +183,7 @@ async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -
         processor = None if images is None else images.processor
         begin(f"opening the engine ({config.engine.kind})")
         engine = await _open_engine(
-            stack, config, sampled, source=model, accelerator=accelerator, rank=rank, processor=processor
+            stack, config, sampled, source=model, accelerator=accelerator, rank=rank, processor=processor, sizes=sizes
         )
         if processes is not None:
             stack.push_async_callback(processes.close)  # before its servers
@@ -236,7 +239,12 @@ def _choose_training(config: RunConfig, engine: RunEngine, policy: Any) -> Train
     return replace(engine.adapt(config.training), max_policy_k3=max_k3)
 
 
-def _warn(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
+def _find_sizes(config: RunConfig, model: str | Path, accelerator: Accelerator) -> ModelSizes | None:
+    """What memory on a GPU is estimated by; None on a CPU, of whose memory nothing is estimated."""
+    return find_sizes(model, config) if accelerator.device.type == "cuda" else None
+
+
+def _warn(config: RunConfig, model: str | Path, accelerator: Accelerator, sizes: ModelSizes | None) -> None:
     """Warn, in the first process, of memory that will not do, and of a proof that is none."""
     if not accelerator.is_main_process:
         return
@@ -247,16 +255,16 @@ def _warn(config: RunConfig, model: str | Path, accelerator: Accelerator) -> Non
             config.loop.max_staleness,
         )
     if accelerator.device.type == "cuda":
-        num_processes = accelerator.num_processes
-        warn_about_memory(model, config, device_bytes=_count_bytes(accelerator.device), num_processes=num_processes)
+        size, num_processes = _count_bytes(accelerator.device), accelerator.num_processes
+        warn_about_memory(model, config, sizes, device_bytes=size, num_processes=num_processes)
 
 
-def _lends_memory(config: RunConfig, model: str | Path, accelerator: Accelerator) -> bool:
+def _lends_memory(config: RunConfig, model: str | Path, accelerator: Accelerator, sizes: ModelSizes | None) -> bool:
     """Whether the engine sleeps during updates; the same in all processes, which meet for it."""
     if config.engine.kind is not EngineKind.COLOCATED or accelerator.device.type != "cuda":
         return True
     size, num_processes = _count_bytes(accelerator.device), accelerator.num_processes
-    own = needs_engine_memory(model, config, device_bytes=size, num_processes=num_processes)
+    own = needs_engine_memory(model, config, sizes, device_bytes=size, num_processes=num_processes)
     with on_device(accelerator.device):
         return any(gather_object([own]))
 
@@ -275,6 +283,7 @@ async def _open_engine(
     accelerator: Accelerator,
     rank: Rank,
     processor: ImageProcessor | None,
+    sizes: ModelSizes | None,
 ) -> RunEngine:
     """Open the engine; `policy` gets its rule for rotary factors, which is that of trainer and reference too."""
     engine = await stack.enter_async_context(
@@ -289,7 +298,7 @@ async def _open_engine(
             adapter_rank=config.adapter_rank,
             records_routing=config.trainer.routing_replay,
             numerics=config.trainer.numerics,
-            lends_memory=_lends_memory(config, source, accelerator),
+            lends_memory=_lends_memory(config, source, accelerator, sizes),
             max_adapters=1 if config.policies is None else config.policies.max_adapters,
         )
     )

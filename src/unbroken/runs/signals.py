@@ -39,8 +39,9 @@ def cancelled_by_sigterm() -> Iterator[None]:
     came = asyncio.Event()
 
     def terminate() -> None:
-        if not came.is_set():  # a second signal shall not cut short what the first one closes
-            came.set()
+        came.set()
+        # A second signal shall not cut short what the first one closes and saves, and the first may have been Ctrl-C.
+        if task.cancelling() == 0:
             task.cancel()
 
     can_handle = threading.current_thread() is threading.main_thread()

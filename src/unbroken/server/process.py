@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
 import os
 import signal
@@ -12,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +36,7 @@ from unbroken.server.config import ServerConfig, format_url
 from unbroken.server.context import MakeRenderer
 from unbroken.server.http.guard import MAX_HEAD_BYTES
 from unbroken.server.options import AppOptions, CheckEngine, ServeOptions, name_option
-from unbroken.threads import keep_loop_responsive
+from unbroken.threads import give_memory_back, keep_loop_responsive
 
 _ANSWER_S = 5.0
 """Seconds to answer the requests that were not finished when the server stopped."""
@@ -218,18 +216,11 @@ async def _run_app(app: FastAPI, listeners: Sequence[socket.socket], options: Ap
     watch = asyncio.create_task(wait_for_parent_exit(parent)) if options.exit_with_parent else None
     if watch is not None:
         watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
-    _give_memory_back()
+    give_memory_back()  # what parsing a tokenizer has freed: 100 MB of 130k entries
     with keep_loop_responsive():
         await server.serve(sockets=list(listeners))
     if server.server_state.tasks:  # cancelled, and being answered
         await asyncio.wait(server.server_state.tasks, timeout=_ANSWER_S)
-
-
-def _give_memory_back() -> None:
-    """What parsing a tokenizer has freed goes back to the system: 100 MB of 130k entries, of which glibc keeps most."""
-    gc.collect()
-    with suppress(AttributeError, OSError):  # other C libraries have no such function
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_cancelled(record: logging.LogRecord) -> bool:

@@ -151,7 +151,7 @@ async def _resume(
     async with fail_together(trainer):
         if last is not None and last.num_steps > config.num_steps:
             raise InvalidInputError(
-                f"LoopConfig.num_steps must be at least {last.num_steps}, the steps that the run in "
+                f"loop.num_steps must be at least {last.num_steps}, the steps that the run in "
                 f"{checkpoints.folder} has made, got {config.num_steps}"
             )
         if metrics is not None:
@@ -217,12 +217,12 @@ def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, con
         )
     if config.max_staleness > 0 and observer.before_update is not None:
         raise InvalidInputError(
-            "LoopConfig.max_staleness must be 0 with an engine that sleeps during steps (RunObserver.before_update), "
+            "loop.max_staleness must be 0 with an engine that sleeps during steps (RunObserver.before_update), "
             "or it could not sample then"
         )
     if config.replaces_groups and not trainer.objective.can_lack_variance(trainer.config):
         raise InvalidInputError(
-            "LoopConfig.max_replacements must be 0, because the trainer's objective leaves out no group for its equal "
+            "loop.max_replacements must be 0, because the trainer's objective leaves out no group for its equal "
             f"rewards, got {config.max_replacements:g}"
         )
     if config.max_staleness > _MAX_STEADY_STALENESS and trainer.is_main_process:

@@ -123,7 +123,7 @@ class Outages:
             if (versions := member.tree.sampled_versions) and versions[0] < oldest_version:
                 return ServerBehindError(
                     f"trajectory {member.trajectory_id} was sampled with policy version {versions[0]}, and the trainer "
-                    f"has version {self._policy_version} (LoopConfig.max_lag is {self._config.max_lag}, "
+                    f"has version {self._policy_version} (loop.max_lag is {self._config.max_lag}, "
                     f"max_staleness {self._config.max_staleness})"
                 )
         if any(member.status in _SUSPICIOUS or isinstance(member.error, EngineError) for member in members):

@@ -127,6 +127,5 @@ def make_empty_error(reasons: str, config: LoopConfig, checkpoint: Path | None) 
         f"{config.max_empty_steps} steps in a row trained nothing; of the last one, {reasons}. {model}"
         "Take problems that the policy solves sometimes, more rollouts of each (rollouts.group_size), or limits "
         "that let them end (rollouts.limits). "
-        f"LoopConfig.max_empty_steps ({config.max_empty_steps}) is how many such steps a run may make; with "
-        "none it continues (--loop.max-empty-steps none)"
+        f"With loop.max_empty_steps none a run continues after such steps, and with {config.max_empty_steps} it ends"
     )

@@ -17,7 +17,7 @@ from unbroken.types import TrainingSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """The rows of all conversations, and how they are trained."""
+    """The supervised rows of a run, and how they are trained: alone in its first steps, then beside its rollouts."""
 
     conversations: Sequence[Sequence[TrainingSample]]
     """The rows of each, all of which are trained in one update."""

@@ -15,7 +15,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from unbroken.errors import ImageError
-from unbroken.images.decoder import ImageLimits, check_image, count_png_bytes, decode_image
+from unbroken.images.decoder import ImageLimits, _count_png_bytes, check_image, decode_image
 from unbroken.images.loader import ImageLoader, find_image_parts
 from unbroken.types import EncodedImage
 
@@ -98,7 +98,7 @@ def test_a_png_is_whole_with_all_of_its_rows_and_refused_without_the_last(
     file = saved(Image.new(mode, size), "PNG")
     assert decode_image(EncodedImage(file)).size == size
     data = png_data(file)
-    assert len(data) == count_png_bytes(*size, bits, interlaced=False)
+    assert len(data) == _count_png_bytes(*size, bits, interlaced=False)
     short = with_png_data(file, data[: -(1 + (size[0] * bits + 7) // 8)])
     with pytest.raises(ImageError, match=r"picture\[1\] must be a whole PNG file, .* bytes of pixels"):
         decode_image(EncodedImage(short), name="picture[1]")
@@ -106,8 +106,8 @@ def test_a_png_is_whole_with_all_of_its_rows_and_refused_without_the_last(
 
 def test_the_passes_of_an_interlaced_png_are_counted() -> None:
     rows = [(1, 1), (1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8)]  # of an 8 x 8 picture, by the specification
-    assert count_png_bytes(8, 8, 8, interlaced=True) == sum(height * (1 + width) for height, width in rows)
-    assert count_png_bytes(1, 1, 8, interlaced=True) == 2
+    assert _count_png_bytes(8, 8, 8, interlaced=True) == sum(height * (1 + width) for height, width in rows)
+    assert _count_png_bytes(1, 1, 8, interlaced=True) == 2
 
 
 JPEGS: list[dict[str, Any]] = [

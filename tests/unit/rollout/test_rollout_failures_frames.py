@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from pathlib import Path
 from typing import Any
 
+import pyarrow.json
 import pytest
 
 from unbroken import integrations
@@ -35,6 +37,13 @@ def failure_of(function, *arguments) -> Exception:
     except Exception as error:
         return error
     raise AssertionError("it did not fail")
+
+
+def test_the_lines_of_compiled_libraries_are_nobodys() -> None:
+    """They have paths of the machine that built them, such as pyarrow/error.pxi."""
+    text = format_frames(failure_of(lambda: pyarrow.json.read_json(io.BytesIO(b'{"a"'))))
+    assert "lambda" in text
+    assert ".px" not in text
 
 
 def test_the_lines_of_the_user_are_shown_and_not_those_of_libraries() -> None:

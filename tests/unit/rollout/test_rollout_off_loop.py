@@ -15,7 +15,7 @@ from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.tool_env import ToolEnv
-from unbroken.rollout.tools import cut_text, cut_tool_result, tool
+from unbroken.rollout.tools import _cut_text, cut_tool_result, tool
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import SamplingParams
 
@@ -139,9 +139,9 @@ async def test_first_messages_and_messages_of_other_roles_are_not_cut():
 
 
 def test_a_cut_text_keeps_its_beginning_and_its_end():
-    assert cut_text("abcdefghij", 10) == "abcdefghij"
-    assert cut_text("abcdefghij", 5) == "abc\n[... 5 of 10 characters were cut ...]\nij"
-    assert cut_text("abcdefghij", 1) == "a\n[... 9 of 10 characters were cut ...]\n"
+    assert _cut_text("abcdefghij", 10) == "abcdefghij"
+    assert _cut_text("abcdefghij", 5) == "abc\n[... 5 of 10 characters were cut ...]\nij"
+    assert _cut_text("abcdefghij", 1) == "a\n[... 9 of 10 characters were cut ...]\n"
 
 
 def test_text_parts_share_the_room_and_images_stay():

@@ -8,9 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import MistralConfig, Qwen3Config, Qwen3MoeConfig
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from unbroken.runs.chosen_numerics import _HOPPER, _MEASURED, _decide, _find_unmeasured, choose_numerics
+from unbroken.runs.chosen_numerics import (
+    _HOPPER,
+    _MEASURED,
+    _count_weights,
+    _decide,
+    _find_unmeasured,
+    choose_numerics,
+)
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import claim_folder
@@ -64,6 +80,17 @@ def test_a_measured_model_is_exact_where_that_costs_little(has_lora, billions, c
 def test_a_model_that_was_not_seen_to_have_the_same_bits_is_named(model_config, why):
     found = _find_unmeasured(model_config)
     assert found is None if why is None else why in (found or "")
+
+
+@pytest.mark.parametrize("kind", [GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_parameters_of_a_measured_family_are_counted_without_the_model(kind, is_tied):
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 3, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    model_config = kind(**sizes, **heads, tie_word_embeddings=is_tied)
+    with torch.device("meta"):
+        number = AutoModelForCausalLM.from_config(model_config).num_parameters()
+    assert _count_weights(model_config) == pytest.approx(number, rel=2e-3)
 
 
 def test_on_a_cpu_a_run_is_fast_and_says_why(tmp_path, monkeypatch):

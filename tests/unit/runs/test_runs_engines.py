@@ -185,7 +185,10 @@ async def test_a_server_that_is_down_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": EngineKind.SERVER}, r"urls must be given exactly with kind server, got \(\) with server"),
+        (
+            {"kind": EngineKind.SERVER},
+            r"urls must be given .*, got \(\) with server: `unbroken serve MODEL`",
+        ),
         ({"urls": ("http://a",)}, r"urls must be given exactly with kind server, got \('http://a',\) with embedded"),
         (
             {"versions_to": "s3://a/b"},

@@ -156,6 +156,7 @@ def test_a_process_whose_fork_lives_longer_than_itself_is_lost_all_the_same(tmp_
         ("cannot_listen", [0, 0], "cannot listen for the others (KeyError: 'MASTER_ADDR')"),
         ("strangers", [0, 0], "ended well"),
         ("computes", [0, 0], "ended well"),
+        ("first_computes", [0, 0], "ended well"),
         ("interrupted", [1, 1], "closed"),
     ],
 )

@@ -30,6 +30,7 @@ from unbroken.runs.engines import open_engine
 from unbroken.runs.models import (
     check_config_changes,
     find_revision,
+    find_sizes,
     load_model,
     needs_engine_memory,
     prepare_model,
@@ -173,7 +174,8 @@ def test_a_revision_is_a_folder_from_the_hubs_cache(phi3, tmp_path, monkeypatch)
     ("precision", "gib", "warns"), [("bfloat16", 0.5, True), ("bfloat16", 8, False), ("float32", 0.5, False)]
 )
 def test_a_run_that_will_not_fit_is_warned_of_before_its_model_is_loaded(phi3, precision, gib, warns, caplog):
-    warn_about_memory(phi3, run_config(precision=Precision(precision)), device_bytes=gib * 2**30)
+    config = run_config(precision=Precision(precision))
+    warn_about_memory(phi3, config, find_sizes(phi3, config), device_bytes=gib * 2**30)
     assert ("GiB are needed on a GPU of 0.5 GiB" in caplog.text) == warns
     assert ("lora.rank = 16" in caplog.text) == warns
 
@@ -195,12 +197,12 @@ def test_an_engine_sleeps_where_the_trainer_needs_its_memory_or_its_options_ask_
     others = {name: value for name, value in changes.items() if name != "options"}
     engine = EngineConfig(kind=EngineKind.COLOCATED, options=options)
     config = run_config(**{"precision": Precision.BFLOAT16, "engine": engine, **others})
-    assert needs_engine_memory(phi3, config, device_bytes=gib * 2**30) == needs
+    assert needs_engine_memory(phi3, config, find_sizes(phi3, config), device_bytes=gib * 2**30) == needs
 
 
 def test_processes_that_share_the_ids_of_rows_are_warned_of_what_each_needs(phi3, caplog):
     for sequence in (1, 2):
         trainer = TrainerConfig(tokens_per_micro_batch=65_536, parallel=ParallelConfig(sequence=sequence))
         config = run_config(precision=Precision.BFLOAT16, trainer=trainer)
-        warn_about_memory(phi3, config, device_bytes=2**27, num_processes=2)
+        warn_about_memory(phi3, config, find_sizes(phi3, config), device_bytes=2**27, num_processes=2)
     assert re.findall(r"a pass of 65,536 ids (\d\.\d)", caplog.text) == ["0.6", "0.3"]

@@ -161,7 +161,8 @@ def test_rollouts_of_a_preflight_are_judged_by_the_rules_of_the_diagnosis(tmp_pa
     task = write_task(tmp_path, model, reward="[0.0 for _ in completions]")
     assert main(["doctor", str(task)]) == 0
     shown = capsys.readouterr().out
-    assert "preflight: every reward so far is 0 (all 8 of the newest rollouts)" in shown
+    assert "preflight: every reward of the preflight is 0 (8 of 8 rollouts): there is nothing to compare" in shown
+    assert "; 8 are few: up to about 31% of all rollouts may get another reward (95% confidence)" in shown
     assert "docs/troubleshooting.md#equal-rewards" in shown
 
 
@@ -172,7 +173,7 @@ def test_a_part_that_is_0_in_all_rollouts_of_a_preflight_is_said_while_the_sum_v
     assert main(["doctor", str(task)]) == 0
     shown = capsys.readouterr().out
     assert " (right 0 in all, score " in shown
-    assert "preflight: right is 0 in all 8 rollouts so far: it teaches nothing" in shown
+    assert "preflight: right is 0 in all 8 rollouts of the preflight: it teaches nothing" in shown
     assert "docs/troubleshooting.md#constant-part" in shown
 
 

@@ -17,6 +17,7 @@ from unbroken.runs import signals
 
 class Engine:
     async def close(self):
+        print("closing", flush=True)
         await asyncio.sleep(0.1)
         print("closed", flush=True)
         if sys.argv[2:]:
@@ -40,18 +41,21 @@ except signals.Terminated:
 """
 
 
-def run_and_terminate(*words: str, step_s: float) -> tuple[int, str]:
+def run_and_terminate(*words: str, step_s: float, first: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+    """The status and what it prints of a process that gets SIGTERM while it closes what it has open."""
     command = [sys.executable, "-c", RUN, str(step_s), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "open\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(first)
+        assert process.stdout.readline() == "closing\n"
         process.send_signal(signal.SIGTERM)
         printed = process.stdout.read()
         return process.wait(timeout=60), printed
 
 
-def test_an_engine_is_closed_before_the_process_ends():
-    assert run_and_terminate(step_s=0.3) == (143, "closed\nterminated\n")
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_an_engine_is_closed_before_the_process_ends_whatever_signal_comes_while_it_closes(first):
+    assert run_and_terminate(step_s=0.3, first=first) == (143, "closed\nterminated\n")
 
 
 def test_a_thread_that_waits_forever_holds_nothing_up():

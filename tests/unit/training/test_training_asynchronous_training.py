@@ -160,7 +160,7 @@ async def test_groups_of_equal_rewards_are_replaced_and_counted(tmp_path):
     assert num_replaced >= 9
     assert all(line["train/num_rows"] == 64 for line in logged)
     assert sum(line["groups/num_replaced_tokens"] for line in logged) > 0
-    assert all(line["reward/kept_mean"] < line["reward/mean"] for line in logged if line["groups/num_replaced"])
+    assert all(line["groups/kept_reward_mean"] < line["reward/mean"] for line in logged if line["groups/num_replaced"])
     await bandit.engine.close()
 
 

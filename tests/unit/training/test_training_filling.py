@@ -134,7 +134,7 @@ async def test_groups_of_equal_rewards_are_replaced_until_the_step_is_full_and_c
     assert [line["groups/num_zero_variance"] for line in logged] == [2, 0, 1]
     assert [line["counters/dropped_rows"] for line in logged] == [4, 0, 2]
     assert [line["reward/mean"] for line in logged] == [0.75, 0.5, pytest.approx(4 / 6)]
-    assert [line["reward/kept_mean"] for line in logged] == [0.5, 0.5, 0.5]
+    assert [line["groups/kept_reward_mean"] for line in logged] == [0.5, 0.5, 0.5]
     assert [line["mismatch/num_zero_variance_tokens"] for line in logged] == [8, 0, 4]
 
 

@@ -233,6 +233,8 @@ def test_other_paths_are_unknown(tmp_path, path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(InvalidInputError, match="RUN must be the output folder of a run"):
         open_runs([tmp_path])
+    with pytest.raises(InvalidInputError, match="/nothing: there is no such folder"):
+        open_runs([tmp_path / "nothing"])
 
 
 @pytest.mark.parametrize("model", ["my--model", "..", "a.git", "x" * 97, "no-such/model"])

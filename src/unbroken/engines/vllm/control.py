@@ -378,7 +378,7 @@ class ControlledEngine:
                 return
             self._refusing = self._asleep = True
             try:
-                await _give_back_memory(self._llm, self._calls.wait)
+                await _fall_asleep(self._llm, self._calls.wait)
             except BaseException as error:
                 await self._fail(f"vLLM did not fall asleep: {error}")
                 raise EngineError(self._failure) from error
@@ -473,7 +473,7 @@ def _check_can_sleep(llm: AsyncLLM) -> None:
         raise EngineError("vLLM can give its memory back only if it was started with --enable-sleep-mode")
 
 
-async def _give_back_memory(llm: AsyncLLM, call: Call) -> None:
+async def _fall_asleep(llm: AsyncLLM, call: Call) -> None:
     """Give back the memory of weights and KV."""
     level = _DISCARD_ALL if llm.vllm_config.lora_config is None else _KEEP_WEIGHTS
     await call(llm.sleep(level=level, mode="wait"))

@@ -107,8 +107,6 @@ def diagnose_folder(folder: Path) -> tuple[Evidence, list[Finding]]:
     evidence = read_evidence(folder)
     is_known = evidence.num_steps or evidence.notes or evidence.ending.status != "unknown"
     if not is_known and read_object(folder, RECIPE_FILE) is None:
-        raise InvalidInputError(
-            f"RUN must be the output folder of a run or an evaluation, got {folder}: it has no {RECIPE_FILE}, no "
-            "metrics and no rollouts"
-        )
+        found = f"it has no {RECIPE_FILE}, no metrics and no rollouts" if folder.is_dir() else "there is no such folder"
+        raise InvalidInputError(f"RUN must be the output folder of a run or an evaluation, got {folder}: {found}")
     return evidence, diagnose(evidence)

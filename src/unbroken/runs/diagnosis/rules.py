@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, median
 
-from unbroken.reports import shorten
+from unbroken.reports import link_pages, shorten
 from unbroken.runs.diagnosis.evidence import Evidence, Numbers, RolloutNote
 
 DOCS = "docs/troubleshooting.md"
@@ -29,6 +29,8 @@ _BUSY_CORES = 1.5
 """Load for each core: the run's own threads make up to 1."""
 _NUM_COMPARED = 5
 """Of so many first steps, and so many newest ones, means are compared."""
+_CHANCE = 1e-3
+"""What is less likely is no chance."""
 _LONG_RUN = 100
 """Steps after which a run that goes on should have learned something."""
 
@@ -53,6 +55,8 @@ class _Rule:
     when: str
     """The condition, for the page."""
     advice: str
+    explains: frozenset[str] = frozenset()
+    """Rules that then say nothing: what they find follows from this, and their advice would lead astray."""
 
     @property
     def link(self) -> str:
@@ -73,15 +77,22 @@ class Finding:
 
 def diagnose(evidence: Evidence) -> list[Finding]:
     """All that the rules find, in the order of the table, and then what the run has said and is found no more."""
-    found = {rule.name: sentence for rule in RULES if (sentence := rule.find(evidence)) is not None}
+    found = _find_unexplained(evidence)
     for name, words in evidence.said.items():
         found.setdefault(name, f"earlier, {words}")
     rules = {rule.name: rule for rule in RULES}
     return [
-        Finding(name=name, sentence=sentence, advice=rules[name].advice, link=rules[name].link)
+        Finding(name=name, sentence=sentence, advice=link_pages(rules[name].advice), link=link_pages(rules[name].link))
         for name, sentence in found.items()
         if name in rules  # another version may have said what no rule of this one is
     ]
+
+
+def _find_unexplained(evidence: Evidence) -> dict[str, str]:
+    """What each rule says, by its name, but for those that another one explains."""
+    speaking = {rule: sentence for rule in RULES if (sentence := rule.find(evidence)) is not None}
+    explained = frozenset[str]().union(*(rule.explains for rule in speaking))
+    return {rule.name: sentence for rule, sentence in speaking.items() if rule.name not in explained}
 
 
 def _is_learning(evidence: Evidence) -> bool:
@@ -213,9 +224,38 @@ def _find_equal_rewards(evidence: Evidence) -> str | None:
         )
     if evidence.is_evaluation and value > 0:  # what is left to say of a model that solves all problems?
         return None
-    seen = _name_span(evidence, steps) if evidence.is_evaluation else "so far"
+    if evidence.is_evaluation or evidence.is_preflight:
+        said = f"every reward {_name_span(evidence, steps)} is {value:.4g} ({number} of {number} rollouts)"
+    else:
+        said = f"every reward so far is {value:.4g} (all {number} of the newest rollouts)"
+    return f"{said}: there is nothing to compare{_limit_others(evidence, number)}{pair}"
+
+
+def _limit_others(evidence: Evidence, number: int) -> str:
+    """What it means that all of the few rollouts of a preflight are alike: how frequent others may be.
+
+    Worked example: if 31 % of all rollouts are others, 1 of 20 preflights has none among its 8, as 0.69 ** 8 = 0.05.
+    """
+    if not evidence.is_preflight:
+        return ""
+    share = 1 - 0.05 ** (1 / number)
+    return f"; {number} are few: up to about {share:.0%} of all rollouts may get another reward (95% confidence)"
+
+
+def _find_collapse(evidence: Evidence) -> str | None:
+    """Rewards were seen, and then none: not by chance, and not because problems get harder."""
+    if (found := _find_equal(evidence)) is None or evidence.gets_harder or evidence.highest_mean is None:
+        return None
+    (steps, value), best, mean = found, evidence.highest, evidence.highest_mean
+    number = _sum(steps, "rollout/num_trainable")
+    # At least this share of the rollouts of an earlier step had a higher reward: by chance, none of so many has one.
+    share = 0.0 if best is None or best <= value else (mean - value) / (best - value)
+    if share <= 0 or (1 - share) ** number > _CHANCE:
+        return None
+    says = f"; one says {_quote(evidence.notes[0].given)} now" if evidence.notes else ""
     return (
-        f"every reward {seen} is {value:.4g} (all {number} of the newest rollouts): there is nothing to compare{pair}"
+        f"the policy has collapsed: all {number:.0f} rewards {_name_span(evidence, steps)} are {value:.4g}, and the "
+        f"mean of a step before was {mean:.3g}{says}"
     )
 
 
@@ -251,6 +291,8 @@ def _find_same_completions(evidence: Evidence) -> str | None:
     notes = [note for note in evidence.notes if note.error is None]
     steps = evidence.get_recent(2)
     if len(notes) < _MIN_ROLLOUTS or not steps or _is_learning(evidence) or _is_at_best(evidence, steps):
+        return None
+    if _are_cut(steps):  # what was not said to its end may be the same
         return None
     texts = _find_alike(notes, lambda note: note.given)
     if texts is None:
@@ -340,7 +382,7 @@ def _find_parse_failures(evidence: Evidence) -> str | None:
     """Most calls cannot be read."""
     steps = evidence.get_recent(3)
     found = _find_share(steps, ["counters/parse_failures"], "rollout/num_tool_calls", least=0.5)
-    if found is None or _is_learning(evidence):
+    if found is None or _is_learning(evidence) or _are_cut(steps):  # a call that is cut cannot be read
         return None
     return (
         f"{found[0]} of {found[1]} tool calls {_name_span(evidence, steps)} could not be "
@@ -406,10 +448,12 @@ def _describe_constant(evidence: Evidence, name: str, weight: float) -> str | No
     value, number = _find_constant(evidence, name), round(_sum(evidence.last, "rollout/num_trainable"))
     if value is None or weight == 0 or value * weight > 0 or number < _MIN_ROLLOUTS:
         return None
-    span = "so far" if evidence.num_steps == len(evidence.last) else _name_span(evidence, evidence.last)
+    is_all = evidence.num_steps == len(evidence.last) and not evidence.is_preflight
+    span = "so far" if is_all else _name_span(evidence, evidence.last)
     best = ", unless that is the best it can be" if value == 0 else ""
     shown = f"{value + 0.0:g}"  # -0 is 0
-    return f"{name} is {shown} in all {number} rollouts {span}: it teaches nothing{best}{_show_pair(evidence.notes)}"
+    rest = f"{_limit_others(evidence, number)}{_show_pair(evidence.notes)}"
+    return f"{name} is {shown} in all {number} rollouts {span}: it teaches nothing{best}{rest}"
 
 
 def _find_constant(evidence: Evidence, name: str) -> float | None:
@@ -505,14 +549,19 @@ def _name_reason(steps: Sequence[Numbers], event: str) -> str:
 
 def _find_cut(evidence: Evidence) -> str | None:
     """Most rollouts are cut by a limit of tokens."""
-    steps = evidence.get_recent(5)
-    statuses = ["counters/status/truncated", "counters/status/max_tokens"]
-    found = _find_share(steps, statuses, "rollout/num_trajectories", least=0.9)
+    steps = evidence.get_recent(3)
+    found = _are_cut(steps)
     if found is None or _is_learning(evidence) or _is_at_best(evidence, steps):
         return None
     longest = max((_get(step, "rollout/completion_tokens_max") for step in steps), default=0.0)
     length = f"; the longest has {longest:.0f} tokens" if longest else ""
     return f"{found[0]} of {found[1]} rollouts {_name_span(evidence, steps)} were cut at a limit of tokens{length}"
+
+
+def _are_cut(steps: Sequence[Numbers]) -> tuple[int, int] | None:
+    """How many rollouts of how many were cut by a limit of tokens, if nearly all were."""
+    statuses = ["counters/status/truncated", "counters/status/max_tokens"]
+    return _find_share(steps, statuses, "rollout/num_trajectories", least=0.9)
 
 
 def _find_many_turns(evidence: Evidence) -> str | None:
@@ -845,6 +894,29 @@ RULES: tuple[_Rule, ...] = (
         "never answers",
     ),
     _Rule(
+        name="collapse",
+        topic=Topic.LEARNING,
+        find=_find_collapse,
+        when="all rewards of three steps are one number, and the mean of an earlier step was so much higher that this "
+        "is no chance",
+        advice="an update was too large: take a lower --trainer.optimizer.learning-rate and another --output; "
+        "train/grad_norm and train/k3 of the steps show which one it was. `unbroken export RUN/checkpoints/STEP MODEL` "
+        "writes the policy of a step before it, while its checkpoint is kept",
+        explains=frozenset(
+            {"cut", "equal-rewards", "same-completions", "parse-failures", "wrong-calls", "unused-tools"}
+        ),
+    ),
+    _Rule(
+        name="cut",
+        topic=Topic.LEARNING,
+        find=_find_cut,
+        when="at least 90 % of the rollouts of three steps are cut by a limit of tokens, and the reward does not rise",
+        advice="raise --rollouts.sampling.max-tokens, close reasoning that is too long "
+        "(--rollouts.limits.thinking-tokens), ask for shorter answers in the prompt, or see that the "
+        "model ends its "
+        "turns (`unbroken audit MODEL`)",
+    ),
+    _Rule(
         name="low-temperature",
         topic=Topic.LEARNING,
         find=_find_low_temperature,
@@ -876,8 +948,8 @@ RULES: tuple[_Rule, ...] = (
         "each problem do, and the reward is not near its best",
         advice="the policy has collapsed, or never read the problem: look at the prompt of a rollout; then lower "
         "the learning "
-        "rate, or reward what differs between problems. `unbroken export RUN/checkpoints/STEP` has a policy from "
-        "before",
+        "rate, or reward what differs between problems. In a run, `unbroken export RUN/checkpoints/STEP` has a policy "
+        "from before",
     ),
     _Rule(
         name="entropy-fall",
@@ -894,16 +966,6 @@ RULES: tuple[_Rule, ...] = (
         advice="take problems that the policy solves sometimes, more rollouts of each (--rollouts.group-size), "
         "or replace such "
         "groups (--loop.max-replacements)",
-    ),
-    _Rule(
-        name="cut",
-        topic=Topic.LEARNING,
-        find=_find_cut,
-        when="at least 90 % of the rollouts of five steps are cut by a limit of tokens, and the reward does not rise",
-        advice="raise --rollouts.sampling.max-tokens, close reasoning that is too long "
-        "(--rollouts.limits.thinking-tokens), ask for shorter answers in the prompt, or see that the "
-        "model ends its "
-        "turns (`unbroken audit MODEL`)",
     ),
     _Rule(
         name="turns",
@@ -1133,8 +1195,7 @@ RULES: tuple[_Rule, ...] = (
         topic=Topic.ENDED,
         find=_find_error,
         when="it ended with any other error",
-        advice="`traceback.txt` in its folder has the lines if the error is in your own code; the same command "
-        "continues from "
-        "the last checkpoint",
+        advice="mend what it names; `traceback.txt` in its folder, if it is there, has the lines of your own code. The "
+        "same command continues from the last checkpoint, or begins anew without one",
     ),
 )

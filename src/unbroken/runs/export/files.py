@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 
 from unbroken import __version__
 from unbroken.errors import ExportError
+from unbroken.rollout.failures import format_error
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
 INFO = "unbroken.json"
@@ -100,8 +101,8 @@ def create_repository(name: str, *, private: bool) -> None:
         HfApi().create_repo(name, private=private, exist_ok=True)
     except Exception as error:  # huggingface_hub documents many, and HTTP's in addition to its own
         raise ExportError(
-            f"push_to_hub must be a repository that you may write to, got {name!r}: {_first_line(error)}. "
-            "`hf auth login` sets your token"
+            f"push_to_hub must be a repository that you may write to, got {name!r}: "
+            f"{format_error(error, first_line=True)}. `hf auth login` sets your token"
         ) from error
 
 
@@ -115,11 +116,7 @@ def upload(folder: Path, name: str, *, message: str) -> str:
         commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=[INFO])
     except Exception as error:
         raise ExportError(
-            f"the model in {folder} cannot be sent to the repository {name!r}: {_first_line(error)}. The folder is "
-            f"whole: `hf upload {name} {folder}` sends it"
+            f"the model in {folder} cannot be sent to the repository {name!r}: {format_error(error, first_line=True)}. "
+            f"The folder is whole: `hf upload {name} {folder}` sends it"
         ) from error
     return str(commit.commit_url)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

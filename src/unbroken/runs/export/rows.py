@@ -151,14 +151,20 @@ def _find_rollouts(source: str, *, steps: range | None = None, kind: str | None 
         return _read_store(source)
     folder = Path(source)
     if not (chosen := _choose_folders(folder, kind)):
-        inside = sorted(path.parent.name for path in folder.glob(f"*/{_EVALUATIONS}"))
-        where = f": {', '.join(inside)} in it have some" if inside else ""
         raise InvalidInputError(
             f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
-            f"({DATABASE_FILE}), got {source}{where}"
+            f"({DATABASE_FILE}), got {source}{_describe_inside(folder)}"
         )
     notes = _read_notes(folder)
     return itertools.chain.from_iterable(_read_files(name, each, steps, notes) for name, each in chosen)
+
+
+def _describe_inside(folder: Path) -> str:
+    """The evaluations inside of a folder that has no rollouts itself, for a message, or that there is no folder."""
+    if not folder.is_dir():
+        return ": there is no such folder"
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{_EVALUATIONS}"))
+    return f": {', '.join(inside)} in it have some" if inside else ""
 
 
 def _read_notes(folder: Path) -> dict[NoteKey, Note]:

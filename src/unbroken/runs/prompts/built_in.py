@@ -359,7 +359,8 @@ def load_tool(reference: Path) -> Tool:
     _, found = load_object(reference, field="tools")
     if not isinstance(found, Tool):
         raise InvalidInputError(
-            f"tools must be functions with the decorator @tool, got {reference}, which is {found!r}"
+            f"tools must be functions with the decorator @tool, got {reference}, which is a {type(found).__name__} "
+            "without it: write @tool above it, of `from unbroken import tool`"
         )
     return found
 

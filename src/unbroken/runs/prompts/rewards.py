@@ -311,7 +311,10 @@ def _check_returned(returned: Any, num_ids: Sequence[int], place: str) -> list[_
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     size = len(num_ids)
     if not isinstance(values, (list, tuple)) or len(values) != size:
-        raise RewardError(f"{place}: it must return a list of {size} numbers, one for each completion, got {values!r}")
+        why = ": does it end without `return`?" if values is None else ""
+        raise RewardError(
+            f"{place}: it must return a list of {size} numbers, one for each completion, got {values!r}{why}"
+        )
     return [
         _check_given(value, size, f"{place}, completion {k}")
         for k, (value, size) in enumerate(zip(values, num_ids, strict=True))

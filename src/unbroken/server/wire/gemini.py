@@ -571,14 +571,14 @@ def _refuse_both(schema: Any, json_schema: Any, place: str) -> None:
 
 
 def _choose_schema(schema: Mapping[str, Any] | None, json_schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    return json_schema if schema is None else convert_schema(schema)
+    return json_schema if schema is None else _convert_schema(schema)
 
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 """Which are text where a SDK follows protobuf's rule for int64."""
 
 
-def convert_schema(schema: Any) -> Any:
+def _convert_schema(schema: Any) -> Any:
     """A schema in Google's form as a JSON schema.
 
     {"type": "STRING", "nullable": true, "maxLength": "9"}     {"type": ["string", "null"], "maxLength": 9}
@@ -608,11 +608,11 @@ def _convert_keyword(name: str, value: Any) -> Any:
         case "type", str():
             return value.lower()
         case (("properties" | "$defs" | "defs"), dict()):
-            return {key: convert_schema(one) for key, one in value.items()}
+            return {key: _convert_schema(one) for key, one in value.items()}
         case (("anyOf" | "oneOf" | "allOf" | "prefixItems"), list()):
-            return [convert_schema(one) for one in value]
+            return [_convert_schema(one) for one in value]
         case (("items" | "additionalProperties"), dict()):
-            return convert_schema(value)
+            return _convert_schema(value)
         case _, str() if name in _COUNTS and value.isdecimal():
             return int(value)
     return value

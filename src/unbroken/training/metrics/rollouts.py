@@ -116,7 +116,6 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
         **_statistics("reward", numbers.rewards, "mean", "std", "min", "max"),
         **{f"reward/{name}_mean": float(values.mean()) for name, values in numbers.reward_parts.items()},
         **numbers.reward_costs,
-        "reward/kept_mean": _statistics("reward", numbers.kept_rewards, "mean")["reward/mean"],
         "rollout/num_trajectories": len(numbers.turns),
         "rollout/num_trainable": len(numbers.rewards),
         "rollout/num_tool_calls": int(numbers.tool_calls.sum()),
@@ -136,6 +135,7 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
         "groups/num_replaced_tokens": int(numbers.replaced_tokens.sum()),
         **_statistics("groups/size", numbers.group_sizes[numbers.group_sizes > 0], "mean", "min"),
         **_statistics("groups/reward_std", numbers.group_stds, "mean"),
+        **_statistics("groups/kept_reward", numbers.kept_rewards, "mean"),
         "tokens_per_s/generation": num_sampled / collect_s if collect_s > 0 else None,
         **counter_metrics(numbers.counters),
     }

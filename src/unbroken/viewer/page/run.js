@@ -2,7 +2,7 @@
 'use strict';
 
 const CHARTS = [
-  ['Rewards', [['reward/mean', 'reward'], ['reward/kept_mean', 'reward of kept groups'], ['groups/reward_std_mean', 'deviation within a group'], ['groups/num_zero_variance', 'groups without variance']]],
+  ['Rewards', [['reward/mean', 'reward'], ['groups/kept_reward_mean', 'reward of kept groups'], ['groups/reward_std_mean', 'deviation within a group'], ['groups/num_zero_variance', 'groups without variance']]],
   ['Sampler against trainer', [['mismatch/kl', 'mismatch KL (k3), nats'], ['mismatch/max_abs', 'largest difference of logprobs, nats'], ['mismatch/proven_share', 'compared to the bit (numerics exact), share'], ['mismatch/share_off_20pct', 'share of ratios outside 0.8 to 1.2'], ['staleness/mean', 'staleness, versions'], ['staleness/max', 'largest staleness, versions']]],
   ['Rollouts', [['rollout/completion_tokens_mean', 'sampled ids of a rollout'], ['rollout/completion_tokens_max', 'sampled ids, the longest'], ['rollout/turns_mean', 'turns'], ['counters/truncations', 'truncated turns'], ['counters/forks', 'forks'], ['counters/parse_failures', 'calls that did not parse'], ['counters/tool_errors', 'calls that failed']]],
   ['Training', [['train/loss', 'loss'], ['supervised/loss', 'loss of supervised rows, nats'], ['train/entropy', 'entropy, nats'], ['train/full_entropy', 'entropy of the whole vocabulary, nats'], ['train/grad_norm', 'gradient norm'], ['train/clip_fraction', 'clipped'], ['train/corrected_fraction', 'corrected'], ['train/learning_rate', 'learning rate']]],

@@ -267,7 +267,9 @@ def _show(note: Note | None) -> dict[str, Any]:
 
 
 def _name_stores(folder: Path) -> str:
-    """The stores below a folder, for a message."""
+    """The stores below a folder, for a message, or that there is no folder."""
+    if not folder.is_dir():
+        return ": there is no such folder"
     stores = sorted(path.parent.name for path in folder.glob(f"*/{DATABASE_FILE}"))
     return f", in which there are the stores {', '.join(stores[:8])}" if stores else ""
 

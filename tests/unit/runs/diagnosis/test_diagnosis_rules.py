@@ -107,6 +107,11 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
         "124 of 124 tool calls of the last 2 steps failed in the tool itself; for example, of "
         r'lookup\(\{"key": "raka"\}\) the policy gets .Error: lookup failed',
     ),
+    "collapse": (
+        observe({}, *[rewards(0.0)] * 3),
+        "all 192 rewards .* are 0, and the mean of a step before was 0.4; one",
+    ),
+    "cut": (observe(*[{"counters/status/truncated": 61}] * 3), "183 of 192 .* the longest has 100 tokens"),
     "low-temperature": (
         observe(*[{"groups/num_zero_variance": 8}] * 3, notes=PAIRS, temperature=0.01),
         r"all rollouts of a group are identical \(16 of 16 .* of 8 groups\), and the temperature is 0.01",
@@ -116,7 +121,6 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
     "same-completions": (observe(*[rewards(0.0)] * 3, notes=SAME), r"says 'Yes.' to all problems \(16 of 16"),
     "entropy-fall": (observe({}, {}, *[{"train/entropy": 0.01}] * 3), "fell from .* to 0.01 nats"),
     "no-variance": (observe(*[{"groups/num_zero_variance": 8}] * 3), "in 24 of 24 groups .* from 0 to 1 between"),
-    "cut": (observe(*[{"counters/status/truncated": 61}] * 5), "305 of 320 .* the longest has 100 tokens"),
     "turns": (observe(*[{"counters/status/max_turns": 60}] * 3), "180 of 192 rollouts .* used up their turns"),
     "parse-failures": (
         observe(
@@ -349,7 +353,26 @@ def test_solved_is_said_only_of_the_highest_reward_that_was_seen():
 
 def test_a_policy_that_solves_all_problems_with_the_same_words_has_not_collapsed():
     assert set(find(observe({}, *[rewards(1.0)] * 3, notes=SAME))) == {"solved"}
-    assert set(find(observe({}, *[rewards(0.0)] * 3, notes=SAME))) == {"equal-rewards", "same-completions"}
+    assert set(find(observe(*[rewards(0.0)] * 3, notes=SAME))) == {"equal-rewards", "same-completions"}
+
+
+def test_a_policy_that_had_rewards_and_has_none_now_has_collapsed_and_not_its_limits_tools_or_rewards():
+    lost = {**rewards(0.0), "counters/status/truncated": 64, "rollout/num_tool_calls": 0}
+    assert list(find(observe({}, *[lost] * 3, notes=SAME))) == ["collapse"]
+    assert "collapse" not in find(replace(observe({}, *[lost] * 3), gets_harder=True))
+    rare = {"reward/mean": 0.01, "reward/max": 1.0}
+    found = find(observe(rare, *[rewards(0.0)] * 3))
+    assert list(found) == ["equal-rewards"], "by chance: 0.99 ** 192 is 0.15"
+    assert "are 0, and 1 was seen before" in found["equal-rewards"]
+
+
+def test_of_rollouts_that_are_cut_the_cut_is_named_first_and_not_what_it_does_to_words_and_calls():
+    """A call that is cut cannot be read, and a message that is cut at its beginning is empty in all rollouts."""
+    cut = {"counters/status/truncated": 64, "counters/status/completed": 0, "counters/parse_failures": 64}
+    silent = [note(k, given="") for k in range(16)]
+    found = find(observe(*[{**rewards(0.0), **cut}] * 3, notes=silent))
+    assert list(found) == ["cut", "equal-rewards"]
+    assert "cut" in find(replace(observe({**rewards(0.0), **cut}, notes=silent), is_preflight=True))
 
 
 def test_a_policy_that_says_the_same_to_a_problem_each_time_is_named_before_its_variance():

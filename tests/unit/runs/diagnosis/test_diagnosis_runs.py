@@ -187,3 +187,5 @@ def test_damaged_files_are_left_out(tmp_path, text):
 def test_a_folder_that_holds_no_run_is_refused(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 1
     assert "RUN must be the output folder of a run or an evaluation" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path / "new")]) == 1
+    assert capsys.readouterr().err.endswith("/new: there is no such folder\n")

@@ -325,7 +325,7 @@ async def test_images_are_named_in_rows_and_refused_in_forms_that_process_them_a
         (["{run}", "{new}.parquet", "--steps", "4:9"], "has no rollouts of these steps"),
         (["{run}", "{new}.csv"], "TARGET must be a file .parquet, .jsonl or .eval, or a folder, got"),
         (["{run}", "{new}.parquet", "--kind", "hard"], "SOURCE must be the folder of a run with hard, or the store"),
-        (["{new}", "{new}.parquet"], "SOURCE must be the folder of a run with rollouts, or the store of a gateway"),
+        (["{new}", "{new}.parquet"], ": there is no such folder"),
         (["{run}", "{run}/rollouts", "--form", "trl"], "TARGET must be new, and"),
         (["{run}", "{run}/rollouts/step-00000003.rank-0.jsonl.gz/x.jsonl"], "x.jsonl cannot be written: "),
         (["{run}", "{new}.eval", "--form", "trl"], "--form must be left out with a target .eval, which is Inspect's"),

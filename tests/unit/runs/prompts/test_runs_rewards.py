@@ -149,7 +149,7 @@ def unaware(completions, **others): return [float(len(text)) for text in complet
     [
         ("return [1.0]", r"it must return a list of 2 numbers, one for each completion, got \[1.0\]"),
         ("return 1.0", r"it must return a list of 2 numbers, one for each completion, got 1.0"),
-        ("return None", r"it must return a list of 2 numbers, one for each completion, got None"),
+        ("return None", r"it must return a list of 2 numbers, one for each completion, got None: does it end without"),
         ("return [1.0, float('nan')]", r"completion 1: the reward must be finite in float32, got nan"),
         ("return ['1', 1.0]", r"completion 0: the reward must be one number, got '1'"),
         ("return [1e39, 1.0]", r"completion 0: the reward must be finite in float32, got 1e\+39"),

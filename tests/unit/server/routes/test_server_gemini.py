@@ -11,7 +11,7 @@ from support.image_servers import image_file, in_base64, make_vision_app, vision
 from support.servers import MODEL, asgi_client, close_soon, encode, make_app, scripted_engine, server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.server.wire.conversation import make_seal
-from unbroken.server.wire.gemini import convert_schema, make_signature
+from unbroken.server.wire.gemini import _convert_schema, make_signature
 
 STREAM = GEMINI.replace(":generate", ":streamGenerate")
 COUNT = GEMINI.replace(":generateContent", ":countTokens")
@@ -248,7 +248,7 @@ def test_a_schema_in_googles_form_is_a_json_schema() -> None:
         },
         "required": ["type"],
     }
-    converted = convert_schema(schema)
+    converted = _convert_schema(schema)
     assert list(converted["properties"]) == ["type", "any_of", "kind"]
     assert converted == {
         "type": "object",

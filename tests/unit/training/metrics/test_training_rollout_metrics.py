@@ -68,9 +68,20 @@ def test_replaced_groups_count_in_all_numbers_but_those_of_the_groups_that_are_k
     numbers = RolloutNumbers.of(GROUPS[:1], Counters(), replaced=GROUPS[1:2])
     metrics = rollout_metrics(RolloutNumbers.merge([numbers, numbers]), collect_s=2.0)
     assert metrics["reward/mean"] == pytest.approx(7 / 5)
-    assert metrics["reward/kept_mean"] == 2.0
+    assert metrics["groups/kept_reward_mean"] == 2.0
     assert (metrics["groups/num"], metrics["groups/num_zero_variance"]) == (4, 2)
     assert (metrics["groups/num_replaced"], metrics["groups/num_replaced_tokens"]) == (2, 12)
+
+
+@pytest.mark.parametrize("name", ["kept", "std", "min"])
+def test_a_reward_function_or_a_policy_may_have_any_name_and_loses_no_number_to_another_one(name):
+    own, other = trajectory(9.0), trajectory(1.0)
+    groups = [group(replace(own, reward_parts={name: 8.0}), replace(own, reward_parts={name: 4.0}))]
+    numbers = RolloutNumbers.of(groups, Counters(), replaced=[group(other, other)])
+    assert rollout_metrics(numbers, collect_s=2.0) == {
+        **rollout_metrics(replace(numbers, reward_parts={}), collect_s=2.0),
+        f"reward/{name}_mean": 6.0,
+    }
 
 
 def test_equal_rewards_do_not_vary_whatever_their_deviation_rounds_to():
