@@ -215,8 +215,9 @@ class _ServedTeacher:
             stack.callback(portal.call, engine.close)
             portal.call(_compare_tokenizer, url, key, tokenizer, engine.context_length)
             # Of stock vLLM only temperature 1 has logprobs of a prompt, and as many as it allows: said before the first
-            # step.
-            temperature, num_top = config.rollouts.sampling.temperature or 1.0, config.teacher.top_k
+            # step. More than there are ids `Teachers` refuses, for any teacher.
+            temperature = config.rollouts.sampling.temperature or 1.0
+            num_top = min(config.teacher.top_k, engine.vocab_size)
             portal.call(partial(engine.score, token_ids(range(2)), temperature=temperature, num_top_logprobs=num_top))
             return cls(url, engine, portal, stack.pop_all().close, config.loop.outages.wait_s)
 

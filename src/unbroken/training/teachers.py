@@ -79,6 +79,14 @@ class Teachers:
             )
         if self.top_k < 0:
             raise InvalidInputError(f"Teachers.top_k must be >= 0, got {self.top_k}")
+        for name, model in self.models.items() if self.top_k else ():
+            # The policy's own vocabulary may be larger: teachers of a family may lack embeddings for ids of padding.
+            is_scorer = isinstance(model, RowScorer)
+            size: int = model.vocab_size if is_scorer else model.config.get_text_config().vocab_size
+            if self.top_k > size:
+                raise InvalidInputError(
+                    f"top_k must be <= {size}, all ids that the teacher {name!r} has, got {self.top_k}"
+                )
 
     @property
     def default_task(self) -> TeacherTask | None:

@@ -384,8 +384,15 @@ def test_most_likely_ids_are_refused_where_rows_share_passes_and_beyond_the_voca
     models = {"teacher": tiny_qwen3(seed=1)}
     with pytest.raises(InvalidInputError, match="shared_prefixes must be auto or never"):
         make_trainer(Teachers(models=models, top_k=2), shared_prefixes=SharedPrefixes.ALWAYS)
-    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids"):
+    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids that the teacher 'teacher' has, got 65"):
         make_trainer(Teachers(models=models, top_k=65))
+    larger = tiny_qwen3()
+    larger.resize_token_embeddings(80)
+    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids, with .* got 65"):
+        make_trainer(Teachers(models={"larger": larger}, top_k=65))
+    far = FarTeacher()  # has 64
+    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids that the teacher 'far' has, got 65"):
+        Teachers(models={"larger": larger, "far": far}, choose=lambda group: None, top_k=65)
     with pytest.raises(InvalidInputError, match=r"Teachers\.top_k must be >= 0, got -1"):
         Teachers(models=models, top_k=-1)
 
