@@ -622,7 +622,6 @@ class RunConfig:
                 self.algorithm is Algorithm.DISTILLATION and self.trainer.teacher_weight == 0,
                 "above 0 with algorithm distillation, which learns from nothing else",
             ),
-            ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
             (
                 "rollouts.sampling",
                 not self.rollouts.sampling.is_plain and self.teacher.needs_all_ids,

@@ -7,6 +7,7 @@ teacher's, or the teacher would score another text than was sampled.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from transformers import AutoModelForImageTextToText
 
 from unbroken.errors import (
     EngineError,
@@ -28,7 +30,7 @@ from unbroken.errors import (
     missing_extra,
 )
 from unbroken.exactness import fix_rotary
-from unbroken.images.processor import find_model_file
+from unbroken.images.processor import ImageProcessor, find_model_file, load_image_processor
 from unbroken.messages import check_conversation
 from unbroken.progress import begin
 from unbroken.rendering.base import Renderer
@@ -36,7 +38,7 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loader import find_other_token, load_tokenizer
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.config import ModelSettings, Precision, RunConfig, TeacherConfig, is_address, read_key
-from unbroken.runs.models import load_model, load_model_renderer, locate
+from unbroken.runs.models import load_config, load_model, load_model_renderer, locate
 from unbroken.runs.prompts.dataset import read_prompt
 from unbroken.training.model.pretrained import ADAPTER_CONFIG
 from unbroken.training.teachers import Teachers, TeacherTask
@@ -55,30 +57,35 @@ _NUM_COMPARED = 1000
 
 
 async def open_teachers(
-    stack: AsyncExitStack, config: RunConfig, source: str | Path, *, context_length: int, takes_images: bool = False
+    stack: AsyncExitStack,
+    config: RunConfig,
+    source: str | Path,
+    *,
+    context_length: int,
+    images: ImageProcessor | None = None,
 ) -> Teachers | None:
     """Load the teachers of a run whose policy is `source`, or connect to them until the stack is closed; None without.
 
-    `context_length` is that of the engine, which the policy's rotary factors are fixed for too.
+    `context_length` is that of the engine, which the policy's rotary factors are fixed for too; `images` is the
+    policy's image processor, if it takes images.
 
     Raises:
-        InvalidInputError: there is no such model, it has another tokenizer, or it is an adapter of another model.
+        InvalidInputError: there is no such model, it has another tokenizer or image processor, or it is an adapter of
+            another model.
         EngineError: a server does not answer, or cannot score at the run's temperature.
     """
     if config.teacher is None:
         return None
-    if takes_images:  # without `RunConfig.images`, which `RunConfig` has checked, model and data have said so
-        raise InvalidInputError("images must be false with a teacher, whose image processor may be another one")
     tokenizer = load_tokenizer(str(source))
     models: dict[str, Any] = {}
     for name, model in zip(config.teacher.names, config.teacher.models, strict=True):
         begin(f"opening the teacher {name}")
         if is_address(model):
-            served = await asyncio.to_thread(partial(_ServedTeacher.open, model, config, tokenizer))
+            served = await asyncio.to_thread(partial(_ServedTeacher.open, model, config, tokenizer, images))
             stack.push_async_callback(asyncio.to_thread, served.close)
             models[name] = served
         else:
-            models[name] = _load(str(model), config, source, tokenizer)
+            models[name] = _load(str(model), config, source, tokenizer, images)
             fix_rotary(models[name], context_length)
     top_k = config.teacher.top_k
     if config.teacher.column is None and config.teacher.prompt is None:
@@ -87,20 +94,23 @@ async def open_teachers(
     return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), render), top_k=top_k)
 
 
-def _load(model: str, config: RunConfig, source: str | Path, tokenizer: Any) -> Any:
+def _load(model: str, config: RunConfig, source: str | Path, tokenizer: Any, images: ImageProcessor | None) -> Any:
     """Load a teacher, in the type that layers are computed in, into which they are rounded in each product anyway."""
     settings = ModelSettings(
         attn_implementation=config.model_settings.attn_implementation,
         dtype=Precision.BFLOAT16 if config.precision is Precision.BFLOAT16 else Precision.FLOAT32,
     )
     parallel = config.trainer.parallel
-    load = partial(load_model, settings=settings, parallel=parallel, is_bfloat16=config.precision is Precision.BFLOAT16)
+    is_bfloat16, takes_images = config.precision is Precision.BFLOAT16, images is not None
+    load = partial(load_model, settings=settings, takes_images=takes_images, parallel=parallel, is_bfloat16=is_bfloat16)
     try:
         adapter = find_model_file(model, ADAPTER_CONFIG)
     except OSError:
         adapter = None  # `load_model` has the error
     if adapter is None:
         _check_tokenizer(model, tokenizer)
+        if images is not None:
+            _check_images(model, images.description, _describe_images(model))
         return load(model)
     if parallel.is_sharded:
         raise InvalidInputError(
@@ -135,6 +145,34 @@ def _check_tokenizer(model: str, tokenizer: Any) -> None:
             f"teacher.models must have the policy's tokenizer, and {model!r} has {difference} in the policy's: it "
             "would score another text. Take a teacher of the same family"
         )
+
+
+def _describe_images(model: str) -> str | None:
+    """The settings of a model's image processor; None if it takes no images."""
+    try:
+        processor = load_image_processor(model)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"teacher.models must take images as the policy does: {error}") from None
+    # A text model's folder may have its family's processor, and no vision tower.
+    has_tower = type(load_config(model, ModelSettings())) in AutoModelForImageTextToText._model_mapping
+    return processor.description if processor is not None and has_tower else None
+
+
+def _check_images(model: str, own: str, other: str | None) -> None:
+    """Raise `InvalidInputError` unless a teacher makes the same ids and pixels of an image as the policy."""
+    rule = "teacher.models must have the policy's image processor"
+    if other is None:
+        raise InvalidInputError(
+            f"{rule}, and {model!r} takes no images, or does not say how: take a teacher of the same family (a server "
+            "of unbroken serve), or images = false if no row has one"
+        )
+    ours, theirs = json.loads(own), json.loads(other)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise InvalidInputError(
+                f"{rule}, and {model!r} has {name} {theirs.get(name)!r} where the policy has {ours.get(name)!r}: it "
+                "would see another picture. Take a teacher of the same family"
+            )
 
 
 def _make_render(config: RunConfig, source: str | Path) -> Callable[[Any], TokenIds]:
@@ -200,8 +238,8 @@ class _ServedTeacher:
         """Whether an outage was said: of the rows in flight each sees it."""
 
     @classmethod
-    def open(cls, url: str, config: RunConfig, tokenizer: Any) -> _ServedTeacher:
-        """Connect to a server, and compare its tokenizer; raises as `open_teachers`."""
+    def open(cls, url: str, config: RunConfig, tokenizer: Any, images: ImageProcessor | None) -> _ServedTeacher:
+        """Connect to a server, and compare its tokenizer and image processor; raises as `open_teachers`."""
         assert config.teacher is not None, "it has the server"
         try:
             from unbroken.engines.http import HttpEngine
@@ -214,6 +252,8 @@ class _ServedTeacher:
             engine = portal.call(connect, [url])
             stack.callback(portal.call, engine.close)
             portal.call(_compare_tokenizer, url, key, tokenizer, engine.context_length)
+            if images is not None:
+                _check_images(url, images.description, engine.image_processor)
             # Of stock vLLM only temperature 1 has logprobs of a prompt, and as many as it allows: said before the first
             # step. More than there are ids `Teachers` refuses, for any teacher.
             temperature = config.rollouts.sampling.temperature or 1.0
@@ -245,7 +285,9 @@ class _ServedTeacher:
         deadline_s = time.monotonic() + self._wait_s
         while True:
             try:
-                scored = await self._engine.score(row.token_ids, temperature=row.temperature, num_top_logprobs=num_top)
+                scored = await self._engine.score(
+                    row.token_ids, images=row.images, temperature=row.temperature, num_top_logprobs=num_top
+                )
                 self._is_waiting = False
                 return self._read(row, scored), self._read_top(row, scored, num_top)
             except (ServerUnreachableError, ServerBusyError) as error:

@@ -226,7 +226,6 @@ async def test_a_server_with_another_tokenizer_is_refused(folder):
             r"thinking_tokens must be left out with teacher\.prompt",
         ),
         ({"teacher.models": ["a"], "loss": "gspo"}, "take gspo_token"),
-        ({"teacher.models": ["a"], "images": True}, "images must be false with a teacher"),
         (
             {"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4},
             "without parameters that cut or change logits",

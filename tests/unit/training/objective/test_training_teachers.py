@@ -388,7 +388,7 @@ def test_most_likely_ids_are_refused_where_rows_share_passes_and_beyond_the_voca
         make_trainer(Teachers(models=models, top_k=65))
     larger = tiny_qwen3()
     larger.resize_token_embeddings(80)
-    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids, with .* got 65"):
+    with pytest.raises(InvalidInputError, match=r"top_k must be <= 64, all ids, with .* got 65"):
         make_trainer(Teachers(models={"larger": larger}, top_k=65))
     far = FarTeacher()  # has 64
     with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids that the teacher 'far' has, got 65"):
