@@ -159,6 +159,17 @@ async def test_a_group_chooses_its_teacher_or_none():
     assert metrics["teacher/kl"] == pytest.approx((metrics["teacher/kl/first"] + metrics["teacher/kl/second"]) / 2)
 
 
+async def test_a_rollout_that_is_not_shown_to_be_the_teachers_own_keeps_its_reward_and_is_counted():
+    task = TeacherTask(teacher="teacher", prompt_ids=token_ids([9, 1]), unproven={"b": "other_ids"})
+    trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}, choose=lambda group: task))
+    members = (trajectory(1.0, name="a"), trajectory(0.0, name="b"))
+    first, second = await trainer.make_units([group(*members)], counters := Counters())
+    assert (first.task, second.task) == (task, None)
+    assert counters.as_dict() == {"teacher_skips/other_ids": 1}
+    assert second.rows[0].advantages[second.rows[0].loss_mask].any()
+    assert step_metrics(trainer.step([first, second]))["teacher/token_share"] == 0.5
+
+
 async def test_a_teacher_alone_trains_on_groups_of_equal_rewards_and_without_any():
     trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}), algorithm="distillation")
     units = await trainer.make_units([group(trajectory(1.0))], counters := Counters())
