@@ -264,7 +264,7 @@ class _Contexts:
             self._said.add(gap)
             _logger.warning(
                 "the teacher does not score rollout %s: after teacher.prompt its conversation would have other ids "
-                "between its turns (%s). Such rollouts are counted as counters/teacher_skips/%s, and keep their rewards: "
+                "between its turns (%s). Such rollouts are counted (counters/teacher_skips/%s) and keep their rewards: "
                 "see docs/teachers.md", name, gap, gap,
             )  # fmt: skip
 

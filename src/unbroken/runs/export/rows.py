@@ -100,13 +100,14 @@ def export_rows(
                 rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
                 _write_rows(part, _require_some(rows, source, counts), form, target.suffix)
             part.replace(target)
-    if counts["reshaped"]:
-        _warn_of_reshaped(counts, form)
+    _warn_of_reshaped(counts, form)
     return counts
 
 
 def _warn_of_reshaped(counts: Counter[str], form: RowForm) -> None:
-    """Say which sampling parameters the rows of a form have lost."""
+    """Say which sampling parameters the rows of a form have lost, if they have."""
+    if not counts["reshaped"]:
+        return
     names = (
         f"{name.removeprefix(_OF_RESHAPED)} in {number}" for name, number in counts.items() if _OF_RESHAPED in name
     )
