@@ -162,7 +162,7 @@ def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -
         context_length=models[0]["max_model_len"],
         vocab_size=vocab_size,
         takes_images=models[0].get("takes_images", False),
-        image_processor=None if processor is None else json.dumps(processor, sort_keys=True),
+        image_processor=json.dumps(processor, sort_keys=True) if isinstance(processor, dict) else None,
         numerics=numerics,
         tensor_parallel_size=1 if numerics is Numerics.FAST else models[0].get("tensor_parallel_size", 1),
         adapters=tuple(one["id"] for one in models if one.get("parent") is not None),

@@ -19,7 +19,7 @@ from support.served import save_tiny_model
 from support.servers import encode, scripted_engine, server_tokenizer
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
+from unbroken.ledger.tree import export_samples
 from unbroken.messages import Message
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.env import Continue, Env, Rewrite
