@@ -27,6 +27,7 @@ class CountingProcessor:
     """Gives an image as many placeholders as its file has bytes, or as `count` returns, with optional separators."""
 
     setting_names = frozenset({"times"})
+    description = "{}"
 
     def __init__(
         self,

@@ -65,6 +65,8 @@ class HttpEngine:
         self.followers: list[Callable[[int], None]] = []
         """Called with each version that is required: engines of other processes, at the same servers."""
         self.takes_images = facts.takes_images
+        self.image_processor = facts.image_processor
+        """The settings of the servers' image processor, if they say them."""
         self.numerics = facts.numerics
         self.tensor_parallel_size = facts.tensor_parallel_size
         self.adapters = facts.adapters

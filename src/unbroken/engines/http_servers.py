@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -115,6 +116,8 @@ class ServerFacts:
     context_length: int
     vocab_size: int
     takes_images: bool
+    image_processor: str | None
+    """Its settings, as `ImageProcessor.description`; None if the server takes no images, or does not say."""
     adapters: tuple[str, ...]
     policy_version: int = 0
     numerics: Numerics = Numerics.FAST
@@ -152,12 +155,14 @@ async def open_server(
 
 
 def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -> ServerFacts:
+    processor = models[0].get("image_processor")
     numerics = Numerics(models[0].get("numerics", Numerics.FAST))
     return ServerFacts(
         model=models[0]["id"],
         context_length=models[0]["max_model_len"],
         vocab_size=vocab_size,
         takes_images=models[0].get("takes_images", False),
+        image_processor=json.dumps(processor, sort_keys=True) if isinstance(processor, dict) else None,
         numerics=numerics,
         tensor_parallel_size=1 if numerics is Numerics.FAST else models[0].get("tensor_parallel_size", 1),
         adapters=tuple(one["id"] for one in models if one.get("parent") is not None),

@@ -26,6 +26,8 @@ _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _SIZES = frozenset({"image_sizes", "pixel_attention_mask"})
 """Inputs that tell a model which part of `pixel_values` is the image, and which part was filled up."""
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+_NOT_OF_IMAGES = frozenset({"video_processor", "feature_extractor", "processor_class", "auto_map", "chat_template"})
+"""What a processor's settings have beside those of images; its class is named by itself."""
 _NOT_PIXELS = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
 
 
@@ -52,6 +54,11 @@ class ImageProcessor(Protocol):
     @property
     def setting_names(self) -> frozenset[str]:
         """The keys that `mm_processor_kwargs` may have."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """Its class and all its settings, as JSON: two of one description make the same ids and inputs of an image."""
         ...
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
@@ -101,6 +108,15 @@ class HfImageProcessor:
     @property
     def setting_names(self) -> frozenset[str]:
         return self._settings
+
+    @property
+    def description(self) -> str:
+        """See `ImageProcessor`. Two versions of transformers may differ in settings that are None in both."""
+        every = self._processor.to_dict()
+        images = {name: value for name, value in every.pop("image_processor", {}).items() if value is not None}
+        kept = {name: value for name, value in every.items() if name not in _NOT_OF_IMAGES and value is not None}
+        kept |= {f"image_processor.{name}": value for name, value in images.items() if name not in _NOT_OF_IMAGES}
+        return json.dumps({**kept, "processor_class": type(self._processor).__name__}, sort_keys=True, default=str)
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
         """See `ImageProcessor`. Cached by image and settings."""

@@ -183,8 +183,8 @@ class TeacherConfig:
     """With several models: the column that names a row's teacher, by the last part of its folder's path, or by the
     server's address; null for none."""
     prompt: str | None = None
-    """The column with the prompt that the teacher gets instead of the policy's, as text or messages: with a hint, or
-    the answer. For one turn; null for the policy's own. Give it where the policy shall do without the hint later."""
+    """The column with the prompt that the teacher gets instead of the policy's first one, as text or messages: with a
+    hint, or the answer; null for the policy's own. Give it where the policy shall do without the hint later."""
     top_k: int = 0
     """Learn the teacher's distribution over its `top_k` most likely ids and all others together, instead of only how
     likely it finds the sampled one: for a teacher whose choices the policy seldom samples. 0: the sampled ids."""
@@ -629,17 +629,11 @@ class RunConfig:
                 self.algorithm is Algorithm.DISTILLATION and self.trainer.teacher_weight == 0,
                 "above 0 with algorithm distillation, which learns from nothing else",
             ),
-            ("images", bool(self.images), "false with a teacher, whose image processor may be another one"),
             (
                 "rollouts.sampling",
                 not self.rollouts.sampling.is_plain and self.teacher.needs_all_ids,
                 "without parameters that cut or change logits with teacher.prompt, teacher.top_k or a teacher at a "
                 "server, which do not know them",
-            ),
-            (
-                "rollouts.limits.thinking_tokens",
-                self.rollouts.limits.thinking_tokens is not None and self.teacher.prompt is not None,
-                "left out with teacher.prompt: ids that are given inside a turn cannot be told from those between two",
             ),
         )
         for name, is_refused, rule in rules:

@@ -111,6 +111,9 @@ class _StoredRecipe:
     """Digests of the files that the settings name (`digest_files`)."""
     code: str = ""
     """The user's own Python recipe, where it was; empty for a built-in one."""
+    curriculum: str | None = None
+    """The name of the curriculum that its code gave (`Task.curriculum`), which is in no setting; empty without any.
+    None: the code has made no task yet."""
 
 
 @contextmanager
@@ -142,22 +145,28 @@ def claim_folder(
     *,
     files: Mapping[str, str] | None = None,
     code: str = "",
+    curriculum: str | None = None,
     anew: bool = False,
 ) -> bool:
     """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
 
     `files` are digests of the files that the settings name (`digest_files`), `code` the user's own Python recipe.
+    `curriculum` is the name of the one that the recipe's code gave, empty without any; None: it is not known yet.
 
     A run that trained no step begins anew with any config; without an evaluation, its folder is any recipe's. With
     `anew`, an earlier run of the recipe is removed, and any config accepted.
 
     Raises:
         InvalidInputError: the folder holds the run of another recipe or config or with other contents of its files, or
-            other files.
+            with another curriculum, or other files.
     """
     path = folder / RECIPE_FILE
     new = _StoredRecipe(
-        name=recipe, settings=settings, files=dict(files or {}), code=code and str(Path(code).absolute())
+        name=recipe,
+        settings=settings,
+        files=dict(files or {}),
+        code=code and str(Path(code).absolute()),
+        curriculum=curriculum,
     )
     _check_no_other_files(folder)
     if not path.exists():
@@ -181,6 +190,7 @@ def claim_folder(
     option = "output=" if recipe == FIT else "--output"
     _check_same(folder, stored.settings, settings, option)
     _check_same_files(folder, stored.files, new.files, option)
+    new = replace(new, curriculum=_find_curriculum(folder, stored.curriculum, curriculum, option))
     if stored != (whole := replace(new, files=all_files)):  # of several processes, only the first writes
         _write(path, whole)
     return True
@@ -196,6 +206,7 @@ def read_recipe(folder: Path) -> _StoredRecipe:
             settings=dict(contents["settings"]),
             files=dict(contents["files"]),
             code=contents["code"],
+            curriculum=contents.get("curriculum"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
@@ -268,6 +279,16 @@ def _check_same_files(
                 f"the files that it began with. Give that one, or another {option}; to go on with this one on purpose, "
                 f"write null in its place in {folder / RECIPE_FILE}; rows to train on must stay the same"
             )
+
+
+def _find_curriculum(folder: Path, before: str | None, now: str | None, option: str) -> str | None:
+    """The name to write. It is in no setting, and is known only once the recipe's code has made the task."""
+    if now is None or before is None or now == before or _has_trained_nothing(folder):
+        return before if now is None else now
+    raise InvalidInputError(
+        f"curriculum must be {before or 'none'} as in the run in {folder}, got {now or 'none'}: the Task of the "
+        f"recipe's code has it, and it chose the problems. Give that one, or another {option}"
+    )
 
 
 def _shorten_digest(digest: str | None) -> str:

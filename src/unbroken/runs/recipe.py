@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +41,16 @@ class Task:
     evaluate_on: Problems | Sequence[EvaluationSet]
     curriculum: MakeCurriculum | None = None
     """Chooses the problems, instead of `RunConfig.curriculum`."""
+
+    @property
+    def curriculum_name(self) -> str:
+        """The curriculum of the code, by its file or module and its name there: `task.py:EasyFirst`; empty without."""
+        made = self.curriculum.func if isinstance(self.curriculum, partial) else self.curriculum
+        if made is None:
+            return ""
+        named = made if inspect.isroutine(made) or inspect.isclass(made) else type(made)
+        path, _, _ = named.__module__.removeprefix("unbroken_file:").rpartition("@")  # of `load_module`
+        return f"{Path(path).name or named.__module__}:{named.__qualname__}"
 
     @property
     def sets(self) -> Sequence[EvaluationSet]:

@@ -7,16 +7,21 @@ teacher's, or the teacher would score another text than was sampled.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from transformers import AutoModelForImageTextToText
 
 from unbroken.errors import (
     EngineError,
@@ -28,15 +33,18 @@ from unbroken.errors import (
     missing_extra,
 )
 from unbroken.exactness import fix_rotary
-from unbroken.images.processor import find_model_file
-from unbroken.messages import check_conversation
+from unbroken.images.processor import ImageProcessor, find_model_file, load_image_processor
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
+from unbroken.messages import Message, ToolSchema, check_conversation
 from unbroken.progress import begin
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loader import find_other_token, load_tokenizer
-from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.rollout.prompts import PromptBuilder, attach_given
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.config import ModelSettings, Precision, RunConfig, TeacherConfig, is_address, read_key
-from unbroken.runs.models import load_model, load_model_renderer, locate
+from unbroken.runs.models import load_config, load_model, load_model_renderer, locate
 from unbroken.runs.prompts.dataset import read_prompt
 from unbroken.training.model.pretrained import ADAPTER_CONFIG
 from unbroken.training.teachers import Teachers, TeacherTask
@@ -55,52 +63,66 @@ _NUM_COMPARED = 1000
 
 
 async def open_teachers(
-    stack: AsyncExitStack, config: RunConfig, source: str | Path, *, context_length: int, takes_images: bool = False
+    stack: AsyncExitStack,
+    config: RunConfig,
+    source: str | Path,
+    *,
+    context_length: int,
+    images: ImageProcessor | None = None,
 ) -> Teachers | None:
     """Load the teachers of a run whose policy is `source`, or connect to them until the stack is closed; None without.
 
-    `context_length` is that of the engine, which the policy's rotary factors are fixed for too.
+    `context_length` is that of the engine, which the policy's rotary factors are fixed for too; `images` is the
+    policy's image processor, if it takes images.
 
     Raises:
-        InvalidInputError: there is no such model, it has another tokenizer, or it is an adapter of another model.
+        InvalidInputError: there is no such model, it has another tokenizer or image processor, or it is an adapter of
+            another model.
         EngineError: a server does not answer, or cannot score at the run's temperature.
     """
     if config.teacher is None:
         return None
-    if takes_images:  # without `RunConfig.images`, which `RunConfig` has checked, model and data have said so
-        raise InvalidInputError("images must be false with a teacher, whose image processor may be another one")
+    if images is not None and config.teacher.prompt is not None:
+        raise InvalidInputError(
+            f"images must be false with teacher.prompt {config.teacher.prompt!r}, whose prompts are read without images"
+        )
     tokenizer = load_tokenizer(str(source))
     models: dict[str, Any] = {}
     for name, model in zip(config.teacher.names, config.teacher.models, strict=True):
         begin(f"opening the teacher {name}")
         if is_address(model):
-            served = await asyncio.to_thread(partial(_ServedTeacher.open, model, config, tokenizer))
+            served = await asyncio.to_thread(partial(_ServedTeacher.open, model, config, tokenizer, images))
             stack.push_async_callback(asyncio.to_thread, served.close)
             models[name] = served
         else:
-            models[name] = _load(str(model), config, source, tokenizer)
+            models[name] = _load(str(model), config, source, tokenizer, images)
             fix_rotary(models[name], context_length)
     top_k = config.teacher.top_k
     if config.teacher.column is None and config.teacher.prompt is None:
         return Teachers(models=models, top_k=top_k)
-    render = _make_render(config, source) if config.teacher.prompt is not None else None
-    return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), render), top_k=top_k)
+    contexts = None
+    if config.teacher.prompt is not None:
+        contexts = _Contexts(load_model_renderer(source, config.renderer, config.rollouts.sampling))
+    return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), contexts), top_k=top_k)
 
 
-def _load(model: str, config: RunConfig, source: str | Path, tokenizer: Any) -> Any:
+def _load(model: str, config: RunConfig, source: str | Path, tokenizer: Any, images: ImageProcessor | None) -> Any:
     """Load a teacher, in the type that layers are computed in, into which they are rounded in each product anyway."""
     settings = ModelSettings(
         attn_implementation=config.model_settings.attn_implementation,
         dtype=Precision.BFLOAT16 if config.precision is Precision.BFLOAT16 else Precision.FLOAT32,
     )
     parallel = config.trainer.parallel
-    load = partial(load_model, settings=settings, parallel=parallel, is_bfloat16=config.precision is Precision.BFLOAT16)
+    is_bfloat16, takes_images = config.precision is Precision.BFLOAT16, images is not None
+    load = partial(load_model, settings=settings, takes_images=takes_images, parallel=parallel, is_bfloat16=is_bfloat16)
     try:
         adapter = find_model_file(model, ADAPTER_CONFIG)
     except OSError:
         adapter = None  # `load_model` has the error
     if adapter is None:
         _check_tokenizer(model, tokenizer)
+        if images is not None:
+            _check_images(model, images.description, _describe_images(model))
         return load(model)
     if parallel.is_sharded:
         raise InvalidInputError(
@@ -137,23 +159,158 @@ def _check_tokenizer(model: str, tokenizer: Any) -> None:
         )
 
 
-def _make_render(config: RunConfig, source: str | Path) -> Callable[[Any], TokenIds]:
-    """From the cell of a column to ids of a prompt, as the policy's prompts are rendered."""
-    renderer: Renderer = load_model_renderer(source, config.renderer, config.rollouts.sampling)
+def _describe_images(model: str) -> str | None:
+    """The settings of a model's image processor; None if it takes no images."""
+    try:
+        processor = load_image_processor(model)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"teacher.models must take images as the policy does: {error}") from None
+    # A text model's folder may have its family's processor, and no vision tower.
+    has_tower = type(load_config(model, ModelSettings())) in AutoModelForImageTextToText._model_mapping
+    return processor.description if processor is not None and has_tower else None
 
-    def render(cell: Any) -> TokenIds:
-        prompt = read_prompt(cell)
-        if not isinstance(prompt, (str, list)):
-            raise MessagesError(f"a cell of the column of teacher.prompt must be text or messages, got {prompt!r}")
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        check_conversation(messages)
-        return renderer.render(messages).token_ids
 
-    return render
+def _check_images(model: str, own: str, other: str | None) -> None:
+    """Raise `InvalidInputError` unless a teacher makes the same ids and pixels of an image as the policy."""
+    rule = "teacher.models must have the policy's image processor"
+    if other is None:
+        raise InvalidInputError(
+            f"{rule}, and {model!r} takes no images, or does not say how: take a teacher of the same family (a server "
+            "of unbroken serve), or images = false if no row has one"
+        )
+    ours, theirs = json.loads(own), json.loads(other)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise InvalidInputError(
+                f"{rule}, and {model!r} has {name} {theirs.get(name)!r} where the policy has {ours.get(name)!r}: it "
+                "would see another picture. Take a teacher of the same family"
+            )
+
+
+class _Gap(StrEnum):
+    """Why a rollout's ids are not shown to be those of the teacher's conversation. The names are metrics."""
+
+    FORKED = "forked"
+    """A prompt of its own did not continue the turn before, or its messages were replaced."""
+    OTHER_TOOLS = "other_tools"
+    """It had other tools than the first rollout of its group, whose tools the teacher's prompt shows."""
+    NO_BRIDGE = "no_bridge"
+    """After the teacher's prompt there is no bridge: its next prompt would not begin with the ids so far."""
+    OTHER_IDS = "other_ids"
+    """After the teacher's prompt there would be other ids between two turns, as where a template repeats a text."""
+
+
+class _Contexts:
+    """The conversations of a teacher with prompts of its own, rendered as the policy's are.
+
+    A rollout of two turns, with a hint before the same question:
+
+        the policy     Q | said | tool reply | said        its row          1 2 3 | 7 8 | 4 5 | 9
+        the teacher    hint Q | said | tool reply | said   the teacher's    6 1 2 3 | 7 8 | ? ? | 9
+
+    What is sampled is the same. `? ?` is what the renderer's bridge has after the teacher's messages; the rollout is
+    scored only if that is 4 5.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._said: set[_Gap] = set()
+        """What was warned of, once each."""
+
+    def make_task(self, teacher: str, cell: Any, group: TrajectoryGroup) -> TeacherTask:
+        """The task of a group, from the cell of the prompt's column."""
+        messages = _read_messages(cell)
+        spoken = [each for each in group.trajectories if each.num_sampled]
+        if any(each.conversations is not None for each in spoken):
+            raise InvalidInputError(
+                "teacher.prompt must be left out with agents and sessions, whose first messages are their own"
+            )
+        tools = spoken[0].tools if spoken else ()
+        prompt_ids = self._renderer.render(messages, tools=tools).token_ids
+        unproven: dict[str, str] = {}
+        for each in spoken:
+            if (gap := self._find_gap(each, messages, prompt_ids, tools)) is not None:
+                unproven[each.trajectory_id] = gap
+                self._warn(gap, each.trajectory_id)
+        return TeacherTask(teacher=teacher, prompt_ids=prompt_ids, unproven=unproven)
+
+    def _find_gap(
+        self, trajectory: Trajectory, messages: Sequence[Message], prompt_ids: TokenIds, tools: Sequence[ToolSchema]
+    ) -> _Gap | None:
+        """Render the teacher's conversation turn by turn, and compare what is between the turns."""
+        if trajectory.tools != tools:
+            return _Gap.OTHER_TOOLS
+        between = _split(trajectory)
+        if between is None:
+            return _Gap.FORKED
+        tree = TokenTree()
+        prompts = PromptBuilder(self._renderer, tree)
+        position = tree.add_given(prompt_ids, Origin.PROMPT, parent=None)
+        earlier, last = list(messages), None
+        for (new, own_ids), turn in zip(between, trajectory.turns, strict=True):
+            if last is not None:
+                prompt = prompts.extend(last, new, earlier=earlier, tools=tools)
+                if prompt.continued is None:
+                    return _Gap.NO_BRIDGE
+                if not np.array_equal(prompt.given.token_ids, own_ids):
+                    return _Gap.OTHER_IDS
+                position = attach_given(tree, last.end, prompt.given)
+                earlier += [last.message, *new]
+            last = replace(turn, prompt_end=position, end=tree.add_sampled(turn.sequence, parent=position))
+        return None
+
+    def _warn(self, gap: _Gap, name: str) -> None:
+        if gap not in self._said:
+            self._said.add(gap)
+            _logger.warning(
+                "the teacher does not score rollout %s: after teacher.prompt its conversation would have other ids "
+                "between its turns (%s). Such rollouts are counted (counters/teacher_skips/%s) and keep their rewards: "
+                "see docs/teachers.md", name, gap, gap,
+            )  # fmt: skip
+
+
+def _split(trajectory: Trajectory) -> list[tuple[Sequence[Message], TokenIds]] | None:
+    """Of each turn the messages and the ids between it and the turn before it, of the first none; None if a prompt does
+    not continue the turn before, or the messages no longer have all turns, or the turns not all that was sampled.
+    """
+    num_sampled = sum(len(turn.sequence.completion_ids) - turn.sequence.num_given for turn in trajectory.turns)
+    places = _find_replies(trajectory)
+    if places is None or num_sampled != trajectory.num_sampled:
+        return None
+    between: list[tuple[Sequence[Message], TokenIds]] = [((), token_ids([]))]
+    for k, (before, turn) in enumerate(itertools.pairwise(trajectory.turns)):
+        so_far, prompt = trajectory.tree.token_ids(before.end), trajectory.tree.token_ids(turn.prompt_end)
+        if not np.array_equal(prompt[: len(so_far)], so_far):
+            return None
+        between.append((trajectory.messages[places[k] + 1 : places[k + 1]], prompt[len(so_far) :]))
+    return between
+
+
+def _find_replies(trajectory: Trajectory) -> list[int] | None:
+    """Where in the messages the turns are; None if one is not there. From the end: the first messages may have examples
+    of replies.
+    """
+    places = [len(trajectory.messages)]
+    for turn in reversed(trajectory.turns):
+        earlier = range(places[0] - 1, -1, -1)
+        if (place := next((k for k in earlier if trajectory.messages[k] == turn.message), None)) is None:
+            return None
+        places.insert(0, place)
+    return places[:-1]
+
+
+def _read_messages(cell: Any) -> list[Message]:
+    """The messages of a cell of the column of `teacher.prompt`."""
+    prompt = read_prompt(cell)
+    if not isinstance(prompt, (str, list)):
+        raise MessagesError(f"a cell of the column of teacher.prompt must be text or messages, got {prompt!r}")
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    check_conversation(messages)
+    return list(messages)
 
 
 def _choose(
-    config: TeacherConfig, names: Sequence[str], render: Callable[[Any], TokenIds] | None, group: TrajectoryGroup
+    config: TeacherConfig, names: Sequence[str], contexts: _Contexts | None, group: TrajectoryGroup
 ) -> TeacherTask | None:
     """Who scores the trajectories of a group, by its row of the data set.
 
@@ -164,11 +321,9 @@ def _choose(
     if teacher is None:
         return None
     cell = None if config.prompt is None else columns[config.prompt]
-    if cell is None or render is None:
+    if cell is None or contexts is None:
         return TeacherTask(teacher=teacher)
-    if any(each.tools for each in group.trajectories):
-        raise InvalidInputError("teacher.prompt must be left out with tools: the teacher's prompt would not show them")
-    return TeacherTask(teacher=teacher, prompt_ids=render(cell))
+    return contexts.make_task(teacher, cell, group)
 
 
 def _find_columns(config: TeacherConfig, group: TrajectoryGroup) -> Mapping[str, Any]:
@@ -200,8 +355,8 @@ class _ServedTeacher:
         """Whether an outage was said: of the rows in flight each sees it."""
 
     @classmethod
-    def open(cls, url: str, config: RunConfig, tokenizer: Any) -> _ServedTeacher:
-        """Connect to a server, and compare its tokenizer; raises as `open_teachers`."""
+    def open(cls, url: str, config: RunConfig, tokenizer: Any, images: ImageProcessor | None) -> _ServedTeacher:
+        """Connect to a server, and compare its tokenizer and image processor; raises as `open_teachers`."""
         assert config.teacher is not None, "it has the server"
         try:
             from unbroken.engines.http import HttpEngine
@@ -214,9 +369,12 @@ class _ServedTeacher:
             engine = portal.call(connect, [url])
             stack.callback(portal.call, engine.close)
             portal.call(_compare_tokenizer, url, key, tokenizer, engine.context_length)
+            if images is not None:
+                _check_images(url, images.description, engine.image_processor)
             # Of stock vLLM only temperature 1 has logprobs of a prompt, and as many as it allows: said before the first
-            # step.
-            temperature, num_top = config.rollouts.sampling.temperature or 1.0, config.teacher.top_k
+            # step. More than there are ids `Teachers` refuses, for any teacher.
+            temperature = config.rollouts.sampling.temperature or 1.0
+            num_top = min(config.teacher.top_k, engine.vocab_size)
             portal.call(partial(engine.score, token_ids(range(2)), temperature=temperature, num_top_logprobs=num_top))
             return cls(url, engine, portal, stack.pop_all().close, config.loop.outages.wait_s)
 
@@ -244,7 +402,9 @@ class _ServedTeacher:
         deadline_s = time.monotonic() + self._wait_s
         while True:
             try:
-                scored = await self._engine.score(row.token_ids, temperature=row.temperature, num_top_logprobs=num_top)
+                scored = await self._engine.score(
+                    row.token_ids, images=row.images, temperature=row.temperature, num_top_logprobs=num_top
+                )
                 self._is_waiting = False
                 return self._read(row, scored), self._read_top(row, scored, num_top)
             except (ServerUnreachableError, ServerBusyError) as error:

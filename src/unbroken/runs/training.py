@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,12 +72,13 @@ def run_recipe(
                 print(said, flush=True)
             settings = describe(config)
             files = digest_files(settings, code=recipe.code) | dict(digests or {})
-            claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
+            claim = partial(claim_folder, config.output, recipe.name, settings, files=files, code=recipe.code)
+            claim()
             if is_first:
                 stack.enter_context(record_process(config.output))
                 stack.enter_context(show_progress())
         try:
-            run(_train(recipe, config))
+            run(_train(recipe, config, claim if is_first else None))
         except (KeyboardInterrupt, Terminated) as ending:
             ending.add_note(_describe_rest(config.output))
             raise
@@ -92,11 +94,16 @@ def _describe_rest(output: Path) -> str:
     return "there is no checkpoint yet, so the same command begins anew"
 
 
-async def _train(recipe: Recipe, config: RunConfig) -> None:
-    """Train what a recipe gives, until SIGTERM or the end of another of the run's processes ends it."""
+async def _train(recipe: Recipe, config: RunConfig, claim: Callable[..., bool] | None) -> None:
+    """Train what a recipe gives, until SIGTERM or the end of another of the run's processes ends it. The first process
+    has `claim`, to say which curriculum the recipe's code gave.
+    """
     with cancelled_by_sigterm():
         async with ended_together():
-            await train_model(config, await recipe.make_task(config))
+            task = await recipe.make_task(config)
+            if claim is not None:
+                claim(curriculum=task.curriculum_name)
+            await train_model(config, task)
 
 
 def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) -> None:

@@ -206,7 +206,7 @@ def _open(folder: Path, model: str | None) -> _Run:
     config = _read_config(folder)
     if find_state(folder) == "running":
         raise InvalidInputError(f"RUN must have ended, and a process writes into {folder}: wait for its end")
-    _check_settings(config)
+    _check_settings(config, curriculum=read_recipe(folder).curriculum)
     files = _find_files(folder / FOLDER)
     metrics = {int(line["step"]): line for line in read_steps(folder)}
     return _Run(folder=folder, config=config, source=_find_source(files, config, model), metrics=metrics, files=files)
@@ -244,8 +244,11 @@ def _find_files(folder: Path) -> dict[int, Path]:
     return {step: path for (step, _), path in files.items()}
 
 
-def _check_settings(config: RunConfig) -> None:
-    """Raise `InvalidInputError` for a run that cannot be verified, whatever is in its folder."""
+def _check_settings(config: RunConfig, *, curriculum: str | None) -> None:
+    """Raise `InvalidInputError` for a run that cannot be verified, whatever is in its folder; `curriculum` is that of
+    its recipe's code.
+    """
+    curriculum = curriculum or config.curriculum
     trainer, engine = config.trainer, config.engine.kind
     rules: Sequence[tuple[str, Any, bool, str]] = (
         (
@@ -265,7 +268,7 @@ def _check_settings(config: RunConfig) -> None:
             "0: ids of older weights cannot be compared with the weights of their step",
         ),
         (
-            "curriculum", config.curriculum, config.curriculum is None,
+            "curriculum", curriculum, not curriculum,
             "none: the state by which it chose each problem is in no file",
         ),
         (

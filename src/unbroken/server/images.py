@@ -10,6 +10,7 @@ Images are read, decoded and processed in separate threads, so that requests wit
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,6 +122,11 @@ class ImageIntake:
     def takes_images(self) -> bool:
         """Whether the server has an image processor."""
         return self._inputs is not None
+
+    @property
+    def processor_settings(self) -> dict[str, Any] | None:
+        """What decides about the ids and the pixels of an image (`ImageProcessor.description`)."""
+        return None if self._inputs is None else json.loads(self._inputs.processor.description)
 
     @property
     def placeholder_id(self) -> int | None:

@@ -172,7 +172,7 @@ def _check_top_k(top_k: int, model: Any, config: TrainerConfig) -> None:
     for name, value, is_refused, rule in (
         ("shared_prefixes", config.shared_prefixes, config.shared_prefixes is SharedPrefixes.ALWAYS, "auto or never"),
         ("parallel", config.parallel, has_parts, "left out"),
-        ("top_k", top_k, top_k > size, f"<= {size}, all ids"),
+        ("top_k", top_k, top_k > size, f"<= {size}, all ids,"),
     ):
         if is_refused:
             raise InvalidInputError(f"{name} must be {rule} with a teacher's most likely ids (top_k), got {value}")

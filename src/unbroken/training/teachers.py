@@ -5,6 +5,9 @@ A teacher sees a row's own ids, or another prompt before the same completion. Wo
     row of the policy       token_ids 1 2 3 7 8      sampled_mask - - - x x
     prompt of the teacher   9 1 2 3                  the problem, after a hint
     row of the teacher      token_ids 9 1 2 3 7 8    sampled_mask - - - - x x    its logprobs of 7 8 are the row's
+
+After a second turn, 1 2 3 7 8 4 5 6, the ids 4 5 between the turns are the teacher's too only if its own conversation,
+rendered as the policy's was, has the same there.
 """
 
 from __future__ import annotations
@@ -45,7 +48,11 @@ class TeacherTask:
     teacher: str
     """Its name."""
     prompt_ids: TokenIds | None = None
-    """What the teacher sees in the place of the prompt; None: the prompt itself."""
+    """What the teacher sees in the place of the first prompt; None: the prompt itself."""
+    unproven: Mapping[str, str] | None = None
+    """By the id of a trajectory, why not all of its ids after the first prompt are those of the teacher's conversation:
+    it is not scored, and counted by that. Of all others they were compared. None: nobody has compared them, so that
+    rows with given ids after the first sampled one are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,14 @@ class Teachers:
             )
         if self.top_k < 0:
             raise InvalidInputError(f"Teachers.top_k must be >= 0, got {self.top_k}")
+        for name, model in self.models.items() if self.top_k else ():
+            # The policy's own vocabulary may be larger: teachers of a family may lack embeddings for ids of padding.
+            is_scorer = isinstance(model, RowScorer)
+            size: int = model.vocab_size if is_scorer else model.config.get_text_config().vocab_size
+            if self.top_k > size:
+                raise InvalidInputError(
+                    f"top_k must be <= {size}, all ids that the teacher {name!r} has, got {self.top_k}"
+                )
 
     @property
     def default_task(self) -> TeacherTask | None:
@@ -119,17 +134,16 @@ def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
     """The row as its teacher sees it.
 
     Raises:
-        InvalidInputError: the row has another prompt, and is not a prompt and one completion: what stands between two
-            turns was rendered after the policy's prompt, not the teacher's. Or it has images.
+        InvalidInputError: the row has another prompt, and ids between its turns, which were rendered after the policy's
+            prompt, and nobody has compared them with the teacher's (`TeacherTask.unproven`). Or it has images.
     """
     if task.prompt_ids is None:
         return row
     start = int(row.sampled_mask.argmax())
-    if not row.sampled_mask[start:].all():
+    if task.unproven is None and not row.sampled_mask[start:].all():
         raise InvalidInputError(
-            f"a teacher with its own prompt must have rows of one turn, got one with ids between its "
-            f"{len(row.token_ids) - start} ids from the first sampled one on: leave teacher.prompt out, or take a task "
-            "of one turn"
+            f"a teacher with its own prompt must have rows of one turn, or TeacherTask.unproven, got one with given "
+            f"ids among its {len(row.token_ids) - start} from the first sampled one on"
         )
     if row.images or row.kept_ids is not None or row.controls:
         what = "images" if row.images else "controls" if row.controls else "kept_ids"

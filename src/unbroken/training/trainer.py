@@ -10,6 +10,7 @@ A unit of several rows is in one minibatch; its rows may be in several passes. T
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -26,7 +27,7 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
-from unbroken.counters import Counters
+from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, InvariantError, UnbrokenError
 from unbroken.images.processor import ImageProcessor
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -151,9 +152,12 @@ class Trainer:
         units = await self.objective.make_units(groups, counters, self._config, self._processes)
         if self._teachers is None:
             return units
-        tasks = {group.group_id: self._teachers.find_task(group) for group in groups}
+        # In a thread: prompts are rendered.
+        found = await asyncio.to_thread(lambda find: [find(group) for group in groups], self._teachers.find_task)
+        tasks = {group.group_id: task for group, task in zip(groups, found, strict=True)}
         return [
-            replace(unit, task=tasks.get(unit.group)) if isinstance(unit, TrajectoryRows) else unit for unit in units
+            _give_task(unit, tasks.get(unit.group), counters) if isinstance(unit, TrajectoryRows) else unit
+            for unit in units
         ]
 
     def step(
@@ -691,6 +695,14 @@ class Trainer:
         for process, refused in enumerate(everyone):
             if refused is not None:
                 raise InvalidInputError(f"process {process} refuses its rows: {refused}")
+
+
+def _give_task(unit: TrajectoryRows, task: TeacherTask | None, counters: Counters) -> TrajectoryRows:
+    """The unit with its teacher's task; without one, which is counted, if its ids are not those of the task."""
+    reason = None if task is None or task.unproven is None else task.unproven.get(unit.trajectory)
+    if reason is not None:
+        counters.count(Event.TEACHER_SKIP, reason)
+    return replace(unit, task=task if reason is None else None)
 
 
 def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

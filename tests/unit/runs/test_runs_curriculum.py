@@ -149,3 +149,37 @@ def test_a_run_has_a_curriculum_by_name_and_goes_on_with_it(tmp_path, max_stalen
     results = process["extra"]["groups"]["choices"]["curriculum"]["results"]
     assert sorted(problem for problem, _ in results) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len({group for _, group in results}) == 8
+
+
+OWN_RECIPE = (
+    CURRICULUM
+    + """
+from dataclasses import replace
+from support import letters_recipe
+from support.letters_recipe import Config
+
+async def make_task(config):
+    task = await letters_recipe.make_task(config)
+    return replace(task, curriculum={curriculum})
+"""
+)
+
+
+def test_a_curriculum_of_the_recipes_code_is_recorded_by_name_and_missed_by_it(tmp_path, capsys):
+    recipe, model = tmp_path / "own.py", save_tiny_model(tmp_path / "model")
+    recipe.write_text(OWN_RECIPE.replace("{curriculum}", "make"))
+    words = ["train", str(recipe), f"--model={model}", f"--output={tmp_path / 'run'}", "--trainer.numerics=exact"]
+    for num_steps in (1, 2):
+        assert main([*words, f"--loop.num-steps={num_steps}"]) == 0
+    stored = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    assert stored["curriculum"] == "own.py:make"
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "run")]) != 0
+    assert "curriculum must be none: the state by which it chose" in (error := capsys.readouterr().err)
+    assert "got own.py:make" in error
+    digest = next(name for name in stored["files"] if "own.py" in name)  # null: with another file on purpose
+    stored["files"][digest] = None
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(stored))
+    recipe.write_text(OWN_RECIPE.replace("{curriculum}", "None"))
+    assert main([*words, "--loop.num-steps=3"]) != 0
+    assert "curriculum must be own.py:make as in the run in" in capsys.readouterr().err.replace("\n", " ")

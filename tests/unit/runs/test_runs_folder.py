@@ -103,7 +103,7 @@ def test_a_run_that_trained_no_step_begins_anew_with_other_settings(tmp_path):
     (tmp_path / "evaluation.jsonl").unlink()
     assert not claim_folder(tmp_path, "sums.toml", SETTINGS | {"model": "another"})
     assert json.loads((tmp_path / "recipe.json").read_text()) == {
-        "recipe": "sums.toml", "settings": SETTINGS | {"model": "another"}, "files": {}, "code": "",
+        "recipe": "sums.toml", "settings": SETTINGS | {"model": "another"}, "files": {}, "code": "", "curriculum": None,
     }  # fmt: skip
     assert sorted(each.name for each in tmp_path.iterdir()) == ["recipe.json", "server.log"]
 

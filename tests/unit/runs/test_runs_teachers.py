@@ -221,12 +221,7 @@ async def test_a_server_with_another_tokenizer_is_refused(folder):
             {"algorithm": "distillation", "teacher.models": ["a"], "trainer.zero_variance": "drop"},
             "must have another term to train on, and got none",
         ),
-        (
-            {"teacher.models": ["a"], "teacher.prompt": "hint", "rollouts.limits.thinking_tokens": 8},
-            r"thinking_tokens must be left out with teacher\.prompt",
-        ),
         ({"teacher.models": ["a"], "loss": "gspo"}, "take gspo_token"),
-        ({"teacher.models": ["a"], "images": True}, "images must be false with a teacher"),
         (
             {"teacher.models": ["http://a"], "rollouts.sampling.top_k": 4},
             "without parameters that cut or change logits",
@@ -248,10 +243,13 @@ def test_what_a_teacher_cannot_score_exactly_is_refused_by_name(settings, words)
         build(section_of(RunConfig), {"output": Path("run"), "loop.num_steps": 1, **values})
 
 
-def test_a_teachers_prompt_is_for_one_answer(folder):
+def test_a_teachers_prompt_is_for_rows_of_data_that_no_agent_begins(folder):
     given = {"output": folder / "run", "loop.num_steps": 1, "model": ModelName(folder / "policy")}
     given |= {"data.file": folder / "rows.jsonl", "teacher.models": (ModelName("a"),), "teacher.prompt": "hint"}
-    with pytest.raises(InvalidInputError, match=r"environment must be left out with teacher\.prompt"):
-        build(section_of(Config), {**given, "environment": "a.py:Env"})
+    with pytest.raises(InvalidInputError, match=r"agent must be left out with teacher\.prompt"):
+        build(section_of(Config), {**given, "agent.function": "a.py:Agent"})
+    without = {name: value for name, value in given.items() if name != "data.file"}
+    with pytest.raises(InvalidInputError, match=r"data\.file must be given with teacher\.prompt"):
+        build(section_of(Config), {**without, "environment": "a.py:Env"})
     with pytest.raises(InvalidInputError, match="rewards must hold at least one function"):
         build(section_of(Config), given)

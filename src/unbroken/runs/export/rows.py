@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import sys
 import tempfile
@@ -40,11 +41,13 @@ from unbroken.runs.records.files import (
 from unbroken.runs.records.notes import Note, NoteKey, hash_lines, read_notes
 from unbroken.runs.records.paths import cut_path, describe_branch, describe_session, find_runs
 
+_logger = logging.getLogger(__name__)
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
 _EVALUATIONS = "evaluations"
 _NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
 """Rows that are written together, and entries of their lists."""
 _PAGE = 100
+_OF_RESHAPED = "reshaped by "
 _Rows = Iterable[dict[str, Any]]
 _Item = TypeVar("_Item")
 _Fields = Mapping[str, Set[str]]
@@ -97,7 +100,31 @@ def export_rows(
                 rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
                 _write_rows(part, _require_some(rows, source, counts), form, target.suffix)
             part.replace(target)
+    _warn_of_reshaped(counts, form)
     return counts
+
+
+def _warn_of_reshaped(counts: Counter[str], form: RowForm) -> None:
+    """Say which sampling parameters the rows of a form have lost, if they have."""
+    if not counts["reshaped"]:
+        return
+    names = (
+        f"{name.removeprefix(_OF_RESHAPED)} in {number}" for name, number in counts.items() if _OF_RESHAPED in name
+    )
+    _logger.warning(
+        "--form %s has no place for what changed or cut the distribution of %d of %d rows (%s): their logprobs are of "
+        "that distribution, and a trainer that computes its own without it would learn from a false ratio. Train on "
+        "them as demonstrations only, take --form rows, or sample without",
+        form, counts["reshaped"], counts["rows"], ", ".join(names),
+    )  # fmt: skip
+
+
+def _count_reshaped(turns: Sequence[Mapping[str, Any]], counts: Counter[str]) -> None:
+    """Count a row whose ids were not sampled from the model's own distribution over all ids, and why."""
+    names = {name for turn in turns for name in turn.get("controls") or ()} - {"stop_token_ids"}  # of min_tokens
+    names |= {"top_k, top_p, min_p or a format" for turn in turns if turn.get("is_cut")}
+    counts["reshaped"] += bool(names)
+    counts.update(_OF_RESHAPED + name for name in sorted(names))
 
 
 @contextlib.contextmanager
@@ -255,6 +282,8 @@ def make_rows(rollout: Rollout, form: RowForm, counts: Counter[str]) -> Iterator
         branches = [(0, {"token_ids": [], "segments": [], "rollout_logprobs": []})]
     for number, row in branches:
         counts["rows"] += 1
+        if form is not RowForm.ROWS:
+            _count_reshaped(_choose(rollout.record["turns"], row.get("turns")), counts)
         yield _FORMS[form](rollout, number, row)
 
 
@@ -278,6 +307,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "policies": [turn.get("policy") for turn in turns],
         "temperature": row.get("temperature"),
         "controls": [turn.get("controls") for turn in turns],
+        "is_cut": [turn.get("is_cut") for turn in turns],
         "is_trained": row.get("is_trained"),
         "token_ids": row["token_ids"],
         "sampled_mask": sampled,
@@ -454,7 +484,7 @@ def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
     ids = ("token_ids", "policy_versions", "prompt_ids", "completion_ids", "input_ids", "response_ids")
     types: dict[str, Any] = {
         **dict.fromkeys(ids, pa.list_(pa.int32())), **dict.fromkeys(numbers, pa.list_(pa.float32())),
-        **dict.fromkeys(("sampled_mask", "loss_mask"), flags), "is_trained": pa.bool_(),
+        **dict.fromkeys(("sampled_mask", "loss_mask", "is_cut"), flags), "is_trained": pa.bool_(),
         **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits),
         **dict.fromkeys(("finish_reasons", "policies", "rollout_labels"), pa.list_(text)),
         **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole), "num_given": pa.list_(whole),

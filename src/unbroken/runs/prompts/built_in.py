@@ -169,12 +169,13 @@ class Config(RunConfig):
                 check_model_folder(model, name="teacher.models")
         if (column := self.teacher.prompt) is None:
             return
-        for name in ("tools", "environment", "agent"):
-            if getattr(self, name):
-                raise InvalidInputError(
-                    f"{name} must be left out with teacher.prompt {column!r}, which is for one answer"
-                )
-        if self.data is not None and self.data.system is not None:
+        if self.agent:
+            raise InvalidInputError(
+                f"agent must be left out with teacher.prompt {column!r}: the first messages of an agent are its own"
+            )
+        if self.data is None:
+            raise InvalidInputError(f"data.file must be given with teacher.prompt {column!r}, a column of it, got none")
+        if self.data.system is not None:
             raise InvalidInputError(
                 f"data.system must be left out with teacher.prompt {column!r}, which would not have it: write messages"
             )

@@ -97,13 +97,14 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
 
 
 def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
-    """The keys of a turn that say how many ids were sampled, how many were given inside, by whom, which versions, and
-    what changed the logits.
+    """The keys of a turn that say how many ids were sampled, how many were given inside, by whom, which versions,
+    what changed the logits, and whether the ids were sampled from some only (`SampledSequence.kept_ids`).
     """
     counts = {"num_sampled": sequence.num_sampled, "num_given": sequence.num_given}
     controls = None if sequence.controls is None else sequence.controls.to_json()
     versions = find_runs(sequence.policy_versions, where=sequence.sampled_mask)
-    return {**counts, "controls": controls, "policy": policy, "policy_versions": versions}
+    is_cut = sequence.kept_ids is not None
+    return {**counts, "controls": controls, "is_cut": is_cut, "policy": policy, "policy_versions": versions}
 
 
 def _find_branch(turn: TurnRecord) -> str | None:

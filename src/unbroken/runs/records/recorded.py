@@ -24,6 +24,7 @@ from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
+from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from unbroken.runs.records.files import MAX_TEXT, MAX_TEXTS, TEXTS, make_first_lines, read_all, summarize
@@ -43,7 +44,7 @@ class RecordedStep:
     """A line for each trajectory."""
 
     def make_groups(self) -> list[TrajectoryGroup]:
-        """The groups, with all that training needs. Messages, tools and parsed calls are not read back.
+        """The groups, with all that training needs. Parsed calls and images in messages are not read back.
 
         Raises:
             InvalidInputError: a record is incomplete, or does not fit together.
@@ -101,8 +102,8 @@ def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
         trajectory_id=record["trajectory"],
         tree=tree,
         turns=tuple(turns),
-        messages=(),
-        tools=(),
+        messages=tuple(record["messages"]),
+        tools=tuple(record["tools"]),
         status=status,
         reward=record["reward"],
         turn_rewards=() if None in rewards else tuple(rewards),
@@ -143,7 +144,7 @@ def _make_tree(
             raise InvariantError(f"node {number} is sampled, and has no prompt")
         sequence = _make_sequence(row, segment["start"], segment["stop"], recorded[len(turns)])
         added[number] = tree.add_sampled(sequence, parent=parent)
-        turns.append(_make_turn(sequence, parent, added[number]))
+        turns.append(_make_turn(sequence, parent, added[number], message=recorded[len(turns)]["message"]))
     return tree, turns
 
 
@@ -214,12 +215,12 @@ def _make_sequence(row: Mapping[str, Any], start: int, stop: int, turn: Mapping[
     )
 
 
-def _make_turn(sequence: SampledSequence, prompt_end: Position, end: Position) -> Turn:
+def _make_turn(sequence: SampledSequence, prompt_end: Position, end: Position, *, message: Message) -> Turn:
     return Turn(
         prompt_end=prompt_end,
         end=end,
         sequence=sequence,
-        message={"role": "assistant", "content": ""},
+        message=message,
         parsed=ParsedResponse(content=""),
         bridge=None,
         fork=None,

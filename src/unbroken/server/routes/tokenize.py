@@ -103,8 +103,8 @@ async def _detokenize(body: DetokenizeBody, request: Request) -> Response:
 @router.get(
     "/v1/models",
     summary="The served model",
-    response_description="one entry in `data`, with `max_model_len`, `vocab_size`, `takes_images`, `numerics` and "
-    "`tensor_parallel_size`",
+    response_description="one entry in `data`, with `max_model_len`, `vocab_size`, `takes_images`, "
+    "`image_processor` (its settings), `numerics` and `tensor_parallel_size`",
 )
 async def _models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
@@ -136,6 +136,7 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "max_model_len": context.service.engine.context_length,
         "vocab_size": context.service.engine.vocab_size,
         "takes_images": context.images.takes_images,
+        "image_processor": context.images.processor_settings,
         "numerics": numerics,
         "tensor_parallel_size": tensor_parallel_size,
     }

@@ -97,6 +97,8 @@ class TrajectoryRows:
     """Instead of `rows` if they have no gradient (`Objective.get_idle_rows`)."""
     group: str = ""
     """The id of its group."""
+    trajectory: str = ""
+    """Its own id."""
     reward: float | None = None
     """What it was compared by. None: it was not compared."""
     task: TeacherTask | None = None
@@ -336,7 +338,7 @@ def _make_unit(
     if use is _RowUse.IDLE:
         counters.count(Event.DROPPED_ROW, reason)
         return [TrajectoryRows(rows=(), idle_rows=rows)]
-    return [TrajectoryRows(rows=rows, group=group, reward=reward)]
+    return [TrajectoryRows(rows=rows, group=group, trajectory=member.trajectory_id, reward=reward)]
 
 
 def _any_nonzero(of_group: GroupAdvantages) -> bool:

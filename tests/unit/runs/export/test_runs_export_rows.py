@@ -277,6 +277,29 @@ async def test_rows_of_an_agent_in_a_run_are_those_of_its_session_in_the_store(t
     assert [message["content"] for message in verl["prompt"]] == [message["content"] for message in SUB_AGENT]
 
 
+@pytest.mark.parametrize("form", ["trl", "verl"])
+def test_forms_without_a_place_for_sampling_controls_say_how_many_rows_had_which(tmp_path, caplog, form):
+    first, *later = TOOL_TURNS["turns"]
+    changed = {"controls": {"logit_bias": [[3, 1.0]], "min_tokens": 2, "stop_token_ids": [9]}, "is_cut": True}
+    records = [{**TOOL_TURNS, "turns": [{**first, **changed}, *later]}, {**TOOL_TURNS, "trajectory": "g3/1"}]
+    write_step(tmp_path / "run", 3, records)
+    rows = export(tmp_path / "run", tmp_path / "rows.jsonl", "--form", form)
+    assert len(rows) == 2
+    (said,) = [each.getMessage() for each in caplog.records if "--form" in each.getMessage()]
+    assert said.startswith(f"--form {form} has no place for what changed or cut the distribution of 1 of 2 rows")
+    assert "(logit_bias in 1, min_tokens in 1, top_k, top_p, min_p or a format in 1)" in said
+    caplog.clear()
+    (row, _) = export(tmp_path / "run", tmp_path / "own.jsonl")
+    assert row["is_cut"][0] is True
+    export(tmp_path / "run", tmp_path / "again.jsonl", "--form", form, "--steps", "3:4")
+    assert len([each for each in caplog.records if "--form" in each.getMessage()]) == 1
+
+
+def test_rows_of_the_models_own_distribution_are_exported_in_silence(tmp_path, run, caplog):
+    export(run, tmp_path / "rows.jsonl", "--form", "trl")
+    assert not [each for each in caplog.records if "--form" in each.getMessage()]
+
+
 async def test_each_turn_says_which_policy_and_version_answered(tmp_path):
     await write_store(tmp_path / "store")
     rows = export(tmp_path / "store", tmp_path / "rows.parquet")

@@ -159,6 +159,17 @@ async def test_a_group_chooses_its_teacher_or_none():
     assert metrics["teacher/kl"] == pytest.approx((metrics["teacher/kl/first"] + metrics["teacher/kl/second"]) / 2)
 
 
+async def test_a_rollout_that_is_not_shown_to_be_the_teachers_own_keeps_its_reward_and_is_counted():
+    task = TeacherTask(teacher="teacher", prompt_ids=token_ids([9, 1]), unproven={"b": "other_ids"})
+    trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}, choose=lambda group: task))
+    members = (trajectory(1.0, name="a"), trajectory(0.0, name="b"))
+    first, second = await trainer.make_units([group(*members)], counters := Counters())
+    assert (first.task, second.task) == (task, None)
+    assert counters.as_dict() == {"teacher_skips/other_ids": 1}
+    assert second.rows[0].advantages[second.rows[0].loss_mask].any()
+    assert step_metrics(trainer.step([first, second]))["teacher/token_share"] == 0.5
+
+
 async def test_a_teacher_alone_trains_on_groups_of_equal_rewards_and_without_any():
     trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}), algorithm="distillation")
     units = await trainer.make_units([group(trajectory(1.0))], counters := Counters())
@@ -384,8 +395,15 @@ def test_most_likely_ids_are_refused_where_rows_share_passes_and_beyond_the_voca
     models = {"teacher": tiny_qwen3(seed=1)}
     with pytest.raises(InvalidInputError, match="shared_prefixes must be auto or never"):
         make_trainer(Teachers(models=models, top_k=2), shared_prefixes=SharedPrefixes.ALWAYS)
-    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids"):
+    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids that the teacher 'teacher' has, got 65"):
         make_trainer(Teachers(models=models, top_k=65))
+    larger = tiny_qwen3()
+    larger.resize_token_embeddings(80)
+    with pytest.raises(InvalidInputError, match=r"top_k must be <= 64, all ids, with .* got 65"):
+        make_trainer(Teachers(models={"larger": larger}, top_k=65))
+    far = FarTeacher()  # has 64
+    with pytest.raises(InvalidInputError, match="top_k must be <= 64, all ids that the teacher 'far' has, got 65"):
+        Teachers(models={"larger": larger, "far": far}, choose=lambda group: None, top_k=65)
     with pytest.raises(InvalidInputError, match=r"Teachers\.top_k must be >= 0, got -1"):
         Teachers(models=models, top_k=-1)
 
