@@ -34,13 +34,18 @@ def keep_loop_responsive() -> Iterator[None]:
     thread hands the interpreter over after 0.5 ms instead of 5: a request needs the loop about ten times.
     """
     before = sys.getswitchinterval()
-    gc.freeze()
+    # Unfreezing has no parts: it would release what a program or a block around this one has frozen too, and a million
+    # objects would be looked at again, in each collection after it.
+    frozen_before = gc.get_freeze_count() > 0
+    if not frozen_before:
+        gc.freeze()
     sys.setswitchinterval(_SWITCH_S)
     try:
         yield
     finally:
         sys.setswitchinterval(before)
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

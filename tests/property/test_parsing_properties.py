@@ -13,7 +13,7 @@ from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallSta
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.formats import FORMATS
 
-NUM_CASES = num_cases(70)
+NUM_CASES = num_cases(40, in_fuzz=700)
 STOPS = ("<|im_end|>", "<|endoftext|>", "<|call|>")
 SNIPPETS = (
     *('{"name": "f", "arguments": {"a": [1, "é"]}}', '"name"', "{", "}", "[", "]", '":', "NaN", "1e999", '"\\ud800"'),

@@ -13,7 +13,7 @@ from support.round_trips import PLAIN_WORDS, QUOTED_WORDS, TurnRenderer, random_
 from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
 
-NUM_TURNS = num_cases(20)
+NUM_TURNS = num_cases(12, in_fuzz=200)
 
 
 class Loss(StrEnum):
