@@ -157,17 +157,11 @@ def claim_folder(
     `anew`, an earlier run of the recipe is removed, and any config accepted.
 
     Raises:
-        InvalidInputError: the folder holds the run of another recipe or config or with other contents of its files, or
-            with another curriculum, or other files.
+        InvalidInputError: the folder holds the run of another recipe, config, curriculum or files, or other files.
     """
     path = folder / RECIPE_FILE
-    new = _StoredRecipe(
-        name=recipe,
-        settings=settings,
-        files=dict(files or {}),
-        code=code and str(Path(code).absolute()),
-        curriculum=curriculum,
-    )
+    code = code and str(Path(code).absolute())
+    new = _StoredRecipe(name=recipe, settings=settings, files=dict(files or {}), code=code, curriculum=curriculum)
     _check_no_other_files(folder)
     if not path.exists():
         _write(path, new)

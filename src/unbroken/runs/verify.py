@@ -206,7 +206,7 @@ def _open(folder: Path, model: str | None) -> _Run:
     config = _read_config(folder)
     if find_state(folder) == "running":
         raise InvalidInputError(f"RUN must have ended, and a process writes into {folder}: wait for its end")
-    _check_settings(config, curriculum=read_recipe(folder).curriculum)
+    _check_settings(config, curriculum=read_recipe(folder).curriculum or config.curriculum)
     files = _find_files(folder / FOLDER)
     metrics = {int(line["step"]): line for line in read_steps(folder)}
     return _Run(folder=folder, config=config, source=_find_source(files, config, model), metrics=metrics, files=files)
@@ -245,10 +245,7 @@ def _find_files(folder: Path) -> dict[int, Path]:
 
 
 def _check_settings(config: RunConfig, *, curriculum: str | None) -> None:
-    """Raise `InvalidInputError` for a run that cannot be verified, whatever is in its folder; `curriculum` is that of
-    its recipe's code.
-    """
-    curriculum = curriculum or config.curriculum
+    """Raise `InvalidInputError` for a run that cannot be verified, whatever is in its folder."""
     trainer, engine = config.trainer, config.engine.kind
     rules: Sequence[tuple[str, Any, bool, str]] = (
         (
