@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import marshal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,9 +114,13 @@ def _digest(messages: Sequence[Message], tools: Sequence[ToolSchema], known: Any
     read: list[Any] = [_leave_out_images(one) if has_images(one.get("content")) else one for one in messages]
     try:
         digest = hashlib.sha256(marshal.dumps(list(tools), _NO_REFERENCES)) if known is None else known.copy()
-        digest.update(b"".join(map(marshal.dumps, read, itertools.repeat(_NO_REFERENCES))))
+        spelled = [marshal.dumps(one, _NO_REFERENCES) for one in read]
+        # A number or an array of numpy is spelled as its bytes, and so is another one of another type or shape.
+        if any(marshal.loads(text) != one for text, one in zip(spelled, read, strict=True)):
+            return None
     except ValueError:
         return None
+    digest.update(b"".join(spelled))
     return digest
 
 
