@@ -18,6 +18,7 @@ from unbroken.messages import (
     ToolSchema,
     check_conversation,
     check_tools,
+    copy_containers,
     get_text,
     has_images,
 )
@@ -95,7 +96,9 @@ class RecentPrompts:
         digest = _digest(messages[num_known:], tools, None if known is None else known.digest)
         if digest is None:
             return
-        prompt = KnownPrompt(messages=converted, text=text, absent=absent, digest=digest, rendered=rendered)
+        # A template's format shares what is nested in a message, such as arguments, and the caller may change that.
+        own = [*([] if known is None else known.messages), *copy_containers(converted[num_known:])]
+        prompt = KnownPrompt(messages=own, text=text, absent=absent, digest=digest, rendered=rendered)
         self._prompts.put(digest.digest(), prompt)
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> KnownPrompt | None:
