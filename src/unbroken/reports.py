@@ -136,8 +136,8 @@ def shorten(text: str, length: int, *, num_last: int = 0) -> str:
     return f"{text[: length - 2 - num_last]}..{text[len(text) - num_last :]}"
 
 
-_PAGE = re.compile(r"\bdocs/([\w/-]+)\.md(#[\w-]+)?")
-"""A page of the documentation, as texts of ours name it: its path in a clone."""
+_PAGE = re.compile(r"(?<![\w/.-])docs/([\w/-]+)\.md(#[\w-]+)?")
+"""A page of the documentation, as texts of ours name it: its path in a clone. A longer path is a file of the user's."""
 
 
 def link_pages(text: str) -> str:

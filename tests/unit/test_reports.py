@@ -86,3 +86,5 @@ def test_a_page_has_its_address_in_a_release_and_its_path_in_a_clone(owner, show
     (about / "METADATA").write_text(text.replace("OWNER", owner))
     monkeypatch.syspath_prepend(tmp_path)
     assert link_pages("see docs/engines.md#one-policy (docs/runs.md)") == shown
+    others = "/home/me/docs/notes.md ../docs/notes.md ./docs/notes.md my-docs/notes.md"
+    assert link_pages(others) == others, "files of the user's"

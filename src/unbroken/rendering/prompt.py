@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import marshal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from unbroken.messages import (
     ToolSchema,
     check_conversation,
     check_tools,
+    copy_containers,
     get_text,
     has_images,
 )
@@ -96,7 +96,9 @@ class RecentPrompts:
         digest = _digest(messages[num_known:], tools, None if known is None else known.digest)
         if digest is None:
             return
-        prompt = KnownPrompt(messages=converted, text=text, absent=absent, digest=digest, rendered=rendered)
+        # A template's format shares what is nested in a message, such as arguments, and the caller may change that.
+        own = [*([] if known is None else known.messages), *copy_containers(converted[num_known:])]
+        prompt = KnownPrompt(messages=own, text=text, absent=absent, digest=digest, rendered=rendered)
         self._prompts.put(digest.digest(), prompt)
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> KnownPrompt | None:
@@ -115,9 +117,13 @@ def _digest(messages: Sequence[Message], tools: Sequence[ToolSchema], known: Any
     read: list[Any] = [_leave_out_images(one) if has_images(one.get("content")) else one for one in messages]
     try:
         digest = hashlib.sha256(marshal.dumps(list(tools), _NO_REFERENCES)) if known is None else known.copy()
-        digest.update(b"".join(map(marshal.dumps, read, itertools.repeat(_NO_REFERENCES))))
+        spelled = [marshal.dumps(one, _NO_REFERENCES) for one in read]
+        # A number or an array of numpy is spelled as its bytes, and so is another one of another type or shape.
+        if any(marshal.loads(text) != one for text, one in zip(spelled, read, strict=True)):
+            return None
     except ValueError:
         return None
+    digest.update(b"".join(spelled))
     return digest
 
 

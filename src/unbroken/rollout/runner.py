@@ -12,6 +12,7 @@ import time
 import typing
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import TracebackType
@@ -314,7 +315,7 @@ class _Episode:
         """The environment's reward. After a time-out it is asked only if its `reward` takes the `status`."""
         ask: Callable[..., Awaitable[Any]] = self.env.reward
         messages = tuple(copy_containers(self.speakers.list_messages()))
-        if _takes_status(ask.__func__ if inspect.ismethod(ask) else ask):
+        if _takes_status(ask):
             return await ask(messages, status=_get_status(cause))
         if cause is Limit.TIME:
             return 0.0 if self.policy.table is None else self.speakers.make_zero_rewards()
@@ -336,10 +337,18 @@ class _Episode:
         return _TimeLimit(limit_s, EngineError(late))
 
 
-@functools.lru_cache(maxsize=_NUM_REWARDS)
 def _takes_status(reward: Callable[..., Any]) -> bool:
-    """Whether a function names an argument `status`. Remembered: it takes as long as a short completion's parse."""
+    """Whether an environment's `reward` names an argument `status`."""
+    # Only a class's function is one for all rollouts. Another callable may have no hash, and keep its environment.
+    if inspect.ismethod(reward) and inspect.isfunction(reward.__func__):
+        return _names_status(reward.__func__)
     return "status" in inspect.signature(reward).parameters
+
+
+@functools.lru_cache(maxsize=_NUM_REWARDS)
+def _names_status(function: Callable[..., Any]) -> bool:
+    """Remembered: it takes as long as a short completion's parse."""
+    return "status" in inspect.signature(function).parameters
 
 
 async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
@@ -523,8 +532,9 @@ def _fill_turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
 
 def _check_env(value: Any) -> Env:
     """The environment. `isinstance` takes 10 us for a class that does not name `Env` as its base."""
-    if all(hasattr(value, name) for name in ("start", "step", "reward", "close")):
-        return value  # type: ignore[no-any-return]
+    with suppress(AttributeError):
+        if all(callable(method) for method in (value.start, value.step, value.reward, value.close)):
+            return value  # type: ignore[no-any-return]
     checked: Env = _check_type(value, Env, "the environment must be")
     return checked
 

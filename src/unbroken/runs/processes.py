@@ -35,12 +35,16 @@ _LAUNCHED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_S
 """Variables of which launchers, and MPI, set one for each of their processes."""
 _MEETING = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Variables of processes whose first one makes the store that they meet in; torchrun's agents have another one."""
+_CONNECTED, _NOT_CONNECTED = "connected", "not connected"
+"""What a process leaves in the store for the first one."""
 _ENDED = "ended"
 """What a process says that has done its work."""
 _MEET_S = 30.0
 """How long the run's processes may take to connect, after one of them has begun to."""
 _CONNECT_S = 10.0
 _HANDSHAKE_S = 5.0
+_NUM_TURNS = 20
+"""Turns of the loop in which a process at the door is let in, however long it computes in each."""
 _OWN_ERROR_S = 3.0
 """How long a process may take to end by its own error once another is lost, and how long that waits for the reason."""
 _THREADS_S = 15.0
@@ -248,6 +252,9 @@ class _Others:
         self._names[0] = name
         if not host:
             return
+        from unbroken.rollout.process import channel  # noqa: F401  # `_follow` loads it while it is waited for
+
+        said = _NOT_CONNECTED
         try:
             connection = await asyncio.to_thread(socket.create_connection, (host, port), _CONNECT_S)
         except OSError as error:
@@ -257,9 +264,14 @@ class _Others:
             )  # fmt: skip
         else:
             greeted = asyncio.Event()
-            self._start(self._follow(connection, token, greeted)).add_done_callback(lambda _: greeted.set())
+            following = self._start(self._follow(connection, token, greeted))
+            following.add_done_callback(lambda _: greeted.set())
             await greeted.wait()  # the run may compute in this thread for longer than the first one waits for a name
-        store.set(f"{key}/{self._index}", "")  # it came as far as here, whatever the first one computes meanwhile
+            said = _NOT_CONNECTED if following.done() else _CONNECTED
+        # It came as far as here, whatever the first one computes meanwhile. A store that has gone has gone with the
+        # first one, whose connection says how.
+        with suppress(RuntimeError):
+            store.set(f"{key}/{self._index}", said)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -285,14 +297,18 @@ class _Others:
         """Wait until each process has connected, or said that it cannot; one that did neither is lost.
 
         The store knows who came, for this process may have computed for all of the time, and let nobody in: whoever is
-        at its door then has the same turn of the loop as the end of the wait.
+        at its door then has the same turn of the loop as the end of the wait, and is let in during the next ones. One
+        that is not was shut out as a stranger, because it said its name too late.
         """
         await asyncio.sleep(_MEET_S)
         for rank in sorted(self._absent):
-            has_come = await asyncio.to_thread(store.check, [f"{key}/{rank}"])
-            if has_come:
+            has_come = await asyncio.to_thread(store.check, [own := f"{key}/{rank}"])
+            if has_come and await asyncio.to_thread(store.get, own) == _NOT_CONNECTED.encode():
                 self._absent.discard(rank)
-            elif rank in self._absent:  # it may have come in since
+            for _ in range(_NUM_TURNS if has_come else 0):
+                if rank in self._absent:
+                    await asyncio.sleep(_HANDSHAKE_S / _NUM_TURNS)
+            if rank in self._absent:  # or it has come in since
                 self._lose(f"{self._names[rank]} has not connected within {_MEET_S:g} s: it was lost before")
 
     async def _follow(self, connection: socket.socket, token: str, greeted: asyncio.Event | None = None) -> None:

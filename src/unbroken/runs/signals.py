@@ -17,6 +17,8 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as in shells."""
 TERMINATED = 128 + signal.SIGTERM
 """The exit status after SIGTERM, as in shells."""
+_AGAIN_S = 0.1
+"""How often is looked whether a task that is being cancelled goes on."""
 _THREADS_S = 15.0
 """How long threads that still compute may hold up the exit: some wait for other processes, which ended too."""
 
@@ -37,12 +39,18 @@ def cancelled_by_sigterm() -> Iterator[None]:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "a coroutine enters it"
     came = asyncio.Event()
+    waiting: list[asyncio.TimerHandle] = []
 
     def terminate() -> None:
-        came.set()
-        # A second signal shall not cut short what the first one closes and saves, and the first may have been Ctrl-C.
+        if not came.is_set():  # a second signal shall not cut short what the first one closes and saves
+            came.set()
+            cancel()
+
+    def cancel() -> None:
         if task.cancelling() == 0:
             task.cancel()
+        else:  # by Ctrl-C, which closes all; or by a time limit, after which the task goes on
+            waiting[:] = [loop.call_later(_AGAIN_S, cancel)]
 
     can_handle = threading.current_thread() is threading.main_thread()
     if can_handle:
@@ -56,5 +64,7 @@ def cancelled_by_sigterm() -> Iterator[None]:
     finally:
         if can_handle:
             loop.remove_signal_handler(signal.SIGTERM)
+        for handle in waiting:
+            handle.cancel()
         if came.is_set():  # also where what was open could not be closed
             exit_in(_THREADS_S, status=TERMINATED)

@@ -371,6 +371,39 @@ def test_short_conversations_are_forgotten_by_what_they_take_and_not_by_their_te
     assert sum(recent.find(messages, []) is not None for messages in conversations) < 50
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (np.True_, np.uint8(1)),
+        (np.array([1, 2]), np.array([[1], [2]])),
+        (1, True),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ],
+)
+def test_a_prompt_is_not_that_of_values_of_another_type_shape_or_order(first, second):
+    renderer, tokenizer = family(
+        "qwen", chat_template="{% for m in messages %}{{ m.content }}{{ m.score }}{% endfor %}"
+    )
+    for score in (first, second):
+        ids = renderer.render_ids([{**USER, "score": score}], add_generation_prompt=True)
+        assert tokenizer.decode(ids.tolist()) == f"hi there{score}"
+
+
+def test_a_prompt_is_remembered_as_it_was_when_its_caller_changes_the_arguments_of_a_call():
+    def play(renderer: TemplateRenderer, earlier: list[Any]) -> Any:
+        prompt_ids = renderer.render(earlier).token_ids
+        return renderer.bridge_to_next_turn(prompt_ids, prompt_ids[:1], [USER], assistant=TURN, earlier=earlier)
+
+    arguments = {"a": 1}
+    call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+    earlier: list[Any] = [USER, {**CALL_TURN, "tool_calls": [call]}, ANSWER]
+    renderer, _ = family("qwen")
+    renderer.render(earlier)
+    arguments["a"] = 1000
+    again = [USER, CALL_TURN, ANSWER]
+    assert play(renderer, again).history is play(family("qwen")[0], again).history
+
+
 def test_a_prompt_that_several_rollouts_ask_for_is_rendered_once_until_a_message_changes(monkeypatch):
     renderer, _ = family("qwen")
     messages: list[Any] = [{"role": "user", "content": "hi there"}]

@@ -1,7 +1,10 @@
 """How a rollout ends: statuses and limits."""
 
 import asyncio
-from dataclasses import replace
+import functools
+import gc
+import weakref
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -207,6 +210,25 @@ async def test_a_reward_that_takes_the_status_decides_what_a_time_out_is_worth()
 
     assert await get_reward(Limits(timeout_s=0.5)) == -1.0
     assert await get_reward(Limits(max_turns=1)) == -0.5
+
+
+async def test_a_reward_may_be_any_callable_of_one_environment_and_keeps_none_alive():
+    @dataclass
+    class Weighted:  # equal to others of its weight, so it has no hash
+        env: ScriptedEnv
+        weight: float
+
+        async def __call__(self, messages, status):
+            return self.weight
+
+    env = ScriptedEnv()
+    env.reward = Weighted(env, 0.5)
+    assert (await play(env, ScriptedEngine([HELLO]))).reward == 0.5
+    env.reward = functools.partial(ScriptedEnv.reward, env)
+    assert (await play(env, ScriptedEngine([HELLO]))).reward == 1.0
+    kept, env = weakref.ref(env), None
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize(("sees_status", "reward"), [(False, 0.0), (True, -2.0)])

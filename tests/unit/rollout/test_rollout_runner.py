@@ -185,7 +185,11 @@ async def test_an_environment_that_cannot_be_made_fails_its_own_trajectory_only(
     assert failed.messages == failed.turns == ()
 
 
-@pytest.mark.parametrize("made", [None, object(), "env"])
+class NoReward(ScriptedEnv):
+    reward = None
+
+
+@pytest.mark.parametrize("made", [None, object(), "env", NoReward()])
 async def test_something_that_is_no_environment_is_named(made):
     group = await group_of(1, ScriptedEngine([HELLO]), lambda: made)
     with pytest.raises(InvalidInputError, match="the environment must be Env, got "):

@@ -40,6 +40,28 @@ except signals.Terminated:
     sys.exit(signals.TERMINATED)
 """
 
+AT_A_TIME_LIMIT = """
+import asyncio, contextlib, os, signal
+from unbroken.runs import signals
+
+async def main():
+    with signals.cancelled_by_sigterm():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    await asyncio.sleep(0.01)
+        print("goes on", flush=True)
+        await asyncio.sleep(5)
+
+signals._THREADS_S = 0.5
+with contextlib.suppress(signals.Terminated):
+    asyncio.run(main())
+    print("was not ended")
+"""
+
 
 def run_and_terminate(*words: str, step_s: float, first: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
     """The status and what it prints of a process that gets SIGTERM while it closes what it has open."""
@@ -56,6 +78,11 @@ def run_and_terminate(*words: str, step_s: float, first: signal.Signals = signal
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_an_engine_is_closed_before_the_process_ends_whatever_signal_comes_while_it_closes(first):
     assert run_and_terminate(step_s=0.3, first=first) == (143, "closed\nterminated\n")
+
+
+def test_sigterm_is_not_lost_while_a_time_limit_ends_what_the_task_waits_for():
+    command = [sys.executable, "-c", AT_A_TIME_LIMIT]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout == "goes on\n"
 
 
 def test_a_thread_that_waits_forever_holds_nothing_up():

@@ -161,8 +161,8 @@ class Evidence:
     lowest: float | None = None
     """The lowest reward of all steps."""
     highest: float | None = None
-    highest_mean: float | None = None
-    """The highest mean reward of a step."""
+    means: tuple[float, ...] = (0.0, 0, 0)
+    """The sum of the mean rewards of steps, their number, and that of their groups."""
     notes: tuple[RolloutNote, ...] = ()
     """Of the newest step that has any."""
     ending: Ending = field(default_factory=Ending)
@@ -191,9 +191,13 @@ class Evidence:
             num_steps=self.num_steps + 1,
             lowest=min(_list_known(self.lowest, rewards["min"]), default=None),
             highest=max(_list_known(self.highest, rewards["max"]), default=None),
-            highest_mean=max(_list_known(self.highest_mean, rewards["mean"]), default=None),
+            means=self.means if (mean := rewards["mean"]) is None else self._add_mean(mean, step),
             notes=tuple(notes) or self.notes,
         )
+
+    def _add_mean(self, mean: float, step: Numbers) -> tuple[float, ...]:
+        total, number, num_groups = self.means
+        return total + mean, number + 1, num_groups + (_read_number(step.get("groups/num")) or 0)
 
     def get_recent(self, number: int) -> tuple[Numbers, ...]:
         """The last `number` steps of rollouts; none if there are not so many yet, or all of a run that is over."""

@@ -244,18 +244,23 @@ def _limit_others(evidence: Evidence, number: int) -> str:
 
 def _find_collapse(evidence: Evidence) -> str | None:
     """Rewards were seen, and then none: not by chance, and not because problems get harder."""
-    if (found := _find_equal(evidence)) is None or evidence.gets_harder or evidence.highest_mean is None:
+    if (found := _find_equal(evidence)) is None or evidence.gets_harder:
         return None
-    (steps, value), best, mean = found, evidence.highest, evidence.highest_mean
+    (steps, value), best, (total, num_steps, num_groups) = found, evidence.highest, evidence.means
+    num_before, groups = num_steps - len(steps), _sum(steps, "groups/num")
+    if num_before < 1 or best is None or best <= value:
+        return None
+    mean, before = (total - value * len(steps)) / num_before, num_groups - groups
+    # At least this share of earlier rollouts had a higher reward, less where few problems say so. Those of one problem
+    # may all be alike, so problems are counted: by chance, none of so many has one.
+    share = (mean - value) / (best - value) * before / (before + 1)
+    if share <= 0 or (1 - share) ** groups > _CHANCE:
+        return None
     number = _sum(steps, "rollout/num_trainable")
-    # At least this share of the rollouts of an earlier step had a higher reward: by chance, none of so many has one.
-    share = 0.0 if best is None or best <= value else (mean - value) / (best - value)
-    if share <= 0 or (1 - share) ** number > _CHANCE:
-        return None
     says = f"; one says {_quote(evidence.notes[0].given)} now" if evidence.notes else ""
     return (
         f"the policy has collapsed: all {number:.0f} rewards {_name_span(evidence, steps)} are {value:.4g}, and the "
-        f"mean of a step before was {mean:.3g}{says}"
+        f"mean of the steps before was {mean:.3g}{says}"
     )
 
 
@@ -897,8 +902,8 @@ RULES: tuple[_Rule, ...] = (
         name="collapse",
         topic=Topic.LEARNING,
         find=_find_collapse,
-        when="all rewards of three steps are one number, and the mean of an earlier step was so much higher that this "
-        "is no chance",
+        when="all rewards of three steps are one number, and the mean of the earlier ones was so much higher that "
+        "this is no chance",
         advice="an update was too large: take a lower --trainer.optimizer.learning-rate and another --output; "
         "train/grad_norm and train/k3 of the steps show which one it was. `unbroken export RUN/checkpoints/STEP MODEL` "
         "writes the policy of a step before it, while its checkpoint is kept",

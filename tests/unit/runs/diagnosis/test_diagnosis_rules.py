@@ -109,7 +109,7 @@ CAUSES: dict[str, tuple[Evidence, str]] = {
     ),
     "collapse": (
         observe({}, *[rewards(0.0)] * 3),
-        "all 192 rewards .* are 0, and the mean of a step before was 0.4; one",
+        "all 192 rewards .* are 0, and the mean of the steps before was 0.4; one",
     ),
     "cut": (observe(*[{"counters/status/truncated": 61}] * 3), "183 of 192 .* the longest has 100 tokens"),
     "low-temperature": (
@@ -364,6 +364,16 @@ def test_a_policy_that_had_rewards_and_has_none_now_has_collapsed_and_not_its_li
     found = find(observe(rare, *[rewards(0.0)] * 3))
     assert list(found) == ["equal-rewards"], "by chance: 0.99 ** 192 is 0.15"
     assert "are 0, and 1 was seen before" in found["equal-rewards"]
+
+
+def test_a_policy_that_solves_some_of_few_problems_a_step_has_not_collapsed_when_three_steps_have_others():
+    """Rollouts of one problem are alike: three steps of a problem each, none of them solved, are a chance of 1 in 8."""
+    one = {"groups/num": 1, "rollout/num_trainable": 8, "rollout/num_trajectories": 8}
+    solved, other = {**rewards(1.0), **one}, {**rewards(0.0), **one}
+    assert "collapse" not in find(observe(solved, *[other] * 3))
+    assert "collapse" not in find(observe(*[solved, other] * 10, *[other] * 3))
+    rare = {"reward/mean": 0.1, "reward/max": 1.0, "groups/num": 8}
+    assert "collapse" not in find(observe(*[rare] * 20, *[rewards(0.0)] * 3)), "by chance: 0.9 ** 24 is 0.08"
 
 
 def test_of_rollouts_that_are_cut_the_cut_is_named_first_and_not_what_it_does_to_words_and_calls():
