@@ -40,6 +40,7 @@ from unbroken.engines.transformers import TransformersEngine, TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
 from unbroken.images.processor import ImageProcessor
 from unbroken.rendering.loader import load_renderer, load_tokenizer
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs.config import EngineConfig, EngineKind, RunConfig, WeightTransport, read_key
 from unbroken.runs.folder import open_private
 from unbroken.runs.processes import Rank, find_own_address, without_launcher
@@ -102,21 +103,22 @@ async def open_engine(
     numerics: Numerics = Numerics.FAST,
     is_trained: bool = True,
     lends_memory: bool = True,
-    max_adapters: int = 1,
+    policies: PoliciesConfig | None = None,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
-    weights; all sample from them. With `adapter_rank`, engines that are started here take as updates so many adapters
-    of up to this rank: one, or those of several policies. With `records_routing`, they record the experts that compute
+    weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank as
+    updates: one, or those of several `policies`. With `records_routing`, they record the experts that compute
     each id; servers that run already must, and have these `numerics`. Untrained models are not copied.
 
     Raises:
-        InvalidInputError: the engine's vocabulary is not the model's.
+        InvalidInputError: the engine's vocabulary is not the model's, or a policy has the name of the servers' model.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
     weights = config.weights_dir or output / "weights"
     vocab_size = None if model is None else len(model.get_input_embeddings().weight)
+    max_adapters = 1 if policies is None else policies.max_adapters
     lora = _lora_options(adapter_rank, max_adapters) if config.starts_vllm else []
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
@@ -137,6 +139,8 @@ async def open_engine(
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
         _check_engine(found.engine, vocab_size, numerics)
+        if policies is not None and found.servers:
+            _check_names(policies, found.engine)
         yield found
 
 
@@ -148,6 +152,15 @@ def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> No
         raise InvalidInputError(
             f"trainer.numerics must be fast with an engine whose numerics are {own}, got exact: start its servers with "
             "--numerics exact"
+        )
+
+
+def _check_names(policies: PoliciesConfig, engine: Any) -> None:
+    """Raise `InvalidInputError` for a policy whose name means the model itself to the servers: they would sample that."""
+    if engine.model_name.partition("@")[0] in policies.names:
+        raise InvalidInputError(
+            f"policies.names must not have the name by which servers know their model, got {engine.model_name!r}: give "
+            "the policy another name, or start the servers with another --served-model-name"
         )
 
 
