@@ -108,9 +108,9 @@ async def open_engine(
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
-    weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank as
-    updates: one, or those of several `policies`. With `records_routing`, they record the experts that compute
-    each id; servers that run already must, and have these `numerics`. Untrained models are not copied.
+    weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
+    as updates: one, or those of several `policies`. With `records_routing`, they record the experts that compute each
+    id; servers that run already must, and have these `numerics`. Untrained models are not copied.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's, or a policy has the name of the servers' model.
@@ -156,7 +156,7 @@ def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> No
 
 
 def _check_names(policies: PoliciesConfig, engine: Any) -> None:
-    """Raise `InvalidInputError` for a policy whose name means the model itself to the servers: they would sample that."""
+    """Raise `InvalidInputError` for a policy whose name means the model itself to the servers, which would sample it."""
     if engine.model_name.partition("@")[0] in policies.names:
         raise InvalidInputError(
             f"policies.names must not have the name by which servers know their model, got {engine.model_name!r}: give "

@@ -17,8 +17,8 @@ from support.waits import wait_until
 from unbroken.engines import directory
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
-from unbroken.runs import engines
 from unbroken.rollout.policies import PoliciesConfig
+from unbroken.runs import engines
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine, start_server
 from unbroken.runs.processes import Rank
