@@ -156,7 +156,7 @@ def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> No
 
 
 def _check_names(policies: PoliciesConfig, engine: Any) -> None:
-    """Raise `InvalidInputError` for a policy whose name means the model itself to the servers, which would sample it."""
+    """Raise `InvalidInputError` for a policy by whose name servers know the model, which they would sample."""
     if engine.model_name.partition("@")[0] in policies.names:
         raise InvalidInputError(
             f"policies.names must not have the name by which servers know their model, got {engine.model_name!r}: give "
