@@ -334,13 +334,7 @@ async def _connect(
         for index, client in enumerate(asked):
             clients[index], facts = await open_server(client, access, vocab_size=vocab_size)
             found.append(facts)
-        common = set(map(_find_common, found))
-        if len(common) != 1:
-            raise EngineError(f"the servers must serve one model, got {sorted(map(str, common))}")
-        facts = replace(
-            common.pop(),
-            adapters=tuple(name for name in found[0].adapters if all(name in each.adapters for each in found)),
-        )
+        facts = _join_facts(found)
     except BaseException:
         for each in clients:
             await each.close()
@@ -348,6 +342,15 @@ async def _connect(
     members = dict(zip(base_urls, clients, strict=True))
     newest = max(facts.policy_version for facts in found)
     return _Failover(members, access=access, facts=facts, policy_version=newest)
+
+
+def _join_facts(found: Sequence[ServerFacts]) -> ServerFacts:
+    """What several servers say, with the adapters that all of them have; `EngineError` if they have different models."""
+    common = set(map(_find_common, found))
+    if len(common) != 1:
+        raise EngineError(f"the servers must serve one model, got {sorted(map(str, common))}")
+    adapters = [name for name in found[0].adapters if all(name in each.adapters for each in found)]
+    return replace(common.pop(), adapters=tuple(adapters))
 
 
 def _find_common(facts: ServerFacts) -> ServerFacts:

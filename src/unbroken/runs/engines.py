@@ -118,8 +118,7 @@ async def open_engine(
     """
     weights = config.weights_dir or output / "weights"
     vocab_size = None if model is None else len(model.get_input_embeddings().weight)
-    max_adapters = 1 if policies is None else policies.max_adapters
-    lora = _lora_options(adapter_rank, max_adapters) if config.starts_vllm else []
+    lora = _lora_options(adapter_rank, policies) if config.starts_vllm else []
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             own = copy.deepcopy(model) if is_trained else model
@@ -139,8 +138,7 @@ async def open_engine(
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
         _check_engine(found.engine, vocab_size, numerics)
-        if policies is not None and found.servers:
-            _check_names(policies, found.engine)
+        _check_names(policies, found)
         yield found
 
 
@@ -155,8 +153,11 @@ def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> No
         )
 
 
-def _check_names(policies: PoliciesConfig, engine: Any) -> None:
+def _check_names(policies: PoliciesConfig | None, opened: RunEngine) -> None:
     """Raise `InvalidInputError` for a policy by whose name servers know the model, which they would sample."""
+    if policies is None or not opened.servers:
+        return
+    engine: Any = opened.engine  # an `HttpEngine`
     if engine.model_name.partition("@")[0] in policies.names:
         raise InvalidInputError(
             f"policies.names must not have the name by which servers know their model, got {engine.model_name!r}: give "
@@ -439,8 +440,8 @@ async def _start_in_first_process(
     return (url,)
 
 
-def _lora_options(adapter_rank: int | None, max_adapters: int) -> list[str]:
-    """Options for vLLM to take so many adapters of this rank as updates, and to have a slot for each of them."""
+def _lora_options(adapter_rank: int | None, policies: PoliciesConfig | None) -> list[str]:
+    """Options for vLLM to take adapters of this rank as updates, one or those of policies, with a slot for each."""
     if adapter_rank is None:
         return []
     highest = next((rank for rank in _VLLM_RANKS if rank >= adapter_rank), None)
@@ -450,6 +451,7 @@ def _lora_options(adapter_rank: int | None, max_adapters: int) -> list[str]:
             f"{adapter_rank}"
         )
     # Without a GPU, vLLM's last slot stays empty, and the others hold the version in use and the next one.
+    max_adapters = 1 if policies is None else policies.max_adapters
     slots = max_adapters if torch.cuda.is_available() else 2 * max_adapters + 1
     return ["--enable-lora", "--max-lora-rank", str(highest), "--max-loras", str(slots)]
 
