@@ -345,7 +345,7 @@ async def _connect(
 
 
 def _join_facts(found: Sequence[ServerFacts]) -> ServerFacts:
-    """What several servers say, with the adapters that all of them have; `EngineError` if they have different models."""
+    """What several servers say, with the adapters that all have; `EngineError` if they have different models."""
     common = set(map(_find_common, found))
     if len(common) != 1:
         raise EngineError(f"the servers must serve one model, got {sorted(map(str, common))}")

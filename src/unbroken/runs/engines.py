@@ -137,12 +137,14 @@ async def open_engine(
                 server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
-        _check_engine(found.engine, vocab_size, numerics)
-        _check_names(policies, found)
+        _check_engine(found, vocab_size, numerics, policies)
         yield found
 
 
-def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> None:
+def _check_engine(
+    opened: RunEngine, vocab_size: int | None, numerics: Numerics, policies: PoliciesConfig | None
+) -> None:
+    engine: Any = opened.engine
     if vocab_size is not None:
         check_vocabulary(engine, vocab_size)
     own = getattr(engine, "numerics", Numerics.FAST)
@@ -151,13 +153,12 @@ def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> No
             f"trainer.numerics must be fast with an engine whose numerics are {own}, got exact: start its servers with "
             "--numerics exact"
         )
+    if policies is not None and opened.servers:
+        _check_names(policies, engine)
 
 
-def _check_names(policies: PoliciesConfig | None, opened: RunEngine) -> None:
+def _check_names(policies: PoliciesConfig, engine: Any) -> None:
     """Raise `InvalidInputError` for a policy by whose name servers know the model, which they would sample."""
-    if policies is None or not opened.servers:
-        return
-    engine: Any = opened.engine  # an `HttpEngine`
     if engine.model_name.partition("@")[0] in policies.names:
         raise InvalidInputError(
             f"policies.names must not have the name by which servers know their model, got {engine.model_name!r}: give "
