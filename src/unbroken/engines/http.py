@@ -28,7 +28,7 @@ from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
 from unbroken.engines.directory import MAX_FAILURES, EngineDirectory, check_address, follow
 from unbroken.engines.http_servers import EngineServer, ServerAccess, ServerFacts, open_server
-from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
+from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError, UnknownPolicyError
 from unbroken.types import (
     ImageSpan,
     SampleChunk,
@@ -70,7 +70,7 @@ class HttpEngine:
         self.numerics = facts.numerics
         self.tensor_parallel_size = facts.tensor_parallel_size
         self.adapters = facts.adapters
-        """Names of the servers' LoRA adapters, when they were connected."""
+        """Names of the LoRA adapters that all servers had when they were connected."""
         self._failover = servers
         self._following: asyncio.Task[None] | None = None
         """What takes servers of a directory in and lets them go."""
@@ -276,7 +276,7 @@ class HttpEngine:
                 for sequence in result.sequences:
                     self._failover.learn_version(client, sequence)
                 return result
-            except ServerError as error:
+            except (ServerError, UnknownPolicyError) as error:
                 last = await self._failover.avoid(client, error)
         raise self._failover.to_error(last)
 
@@ -299,7 +299,7 @@ class HttpEngine:
                         self._failover.learn_version(client, chunk)
                         yield chunk
                 return
-            except ServerError as error:
+            except (ServerError, UnknownPolicyError) as error:
                 last = await self._failover.avoid(client, error)
                 if has_begun:
                     raise
@@ -334,16 +334,30 @@ async def _connect(
         for index, client in enumerate(asked):
             clients[index], facts = await open_server(client, access, vocab_size=vocab_size)
             found.append(facts)
-        common = {replace(facts, policy_version=0) for facts in found}
-        if len(common) != 1:
-            raise EngineError(f"the servers must serve one model, got {sorted(map(str, common))}")
+        facts = _join_facts(found)
     except BaseException:
         for each in clients:
             await each.close()
         raise
     members = dict(zip(base_urls, clients, strict=True))
     newest = max(facts.policy_version for facts in found)
-    return _Failover(members, access=access, facts=common.pop(), policy_version=newest)
+    return _Failover(members, access=access, facts=facts, policy_version=newest)
+
+
+def _join_facts(found: Sequence[ServerFacts]) -> ServerFacts:
+    """What several servers say, with the adapters that all have; `EngineError` if they have different models."""
+    common = set(map(_find_common, found))
+    if len(common) != 1:
+        raise EngineError(f"the servers must serve one model, got {sorted(map(str, common))}")
+    adapters = [name for name in found[0].adapters if all(name in each.adapters for each in found)]
+    return replace(common.pop(), adapters=tuple(adapters))
+
+
+def _find_common(facts: ServerFacts) -> ServerFacts:
+    """What servers of one model have in common, also if one has missed an update: several policies, which an update
+    brings, are among the adapters.
+    """
+    return replace(facts, policy_version=0, adapters=())
 
 
 async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> list[str]:
@@ -470,8 +484,10 @@ class _Failover:
 
         return sorted(self.servers, key=rank)
 
-    async def avoid(self, server: EngineServer, error: ServerError) -> ServerError:
+    async def avoid(self, server: EngineServer, error: ServerError | UnknownPolicyError) -> ServerError:
         """Send requests to other servers from now on; raises `error` if it is about the request and not the server."""
+        if isinstance(error, UnknownPolicyError):
+            error = await self._find_missed(server, error)
         if isinstance(error, ServerBehindError):
             self._behind.add(server)
         elif isinstance(error, ServerUnreachableError) or not await server.health():
@@ -479,6 +495,20 @@ class _Failover:
         else:
             raise error
         return error
+
+    async def _find_missed(self, server: EngineServer, error: UnknownPolicyError) -> ServerError:
+        """The error of a server that lacks an adapter because it has missed an update; raises `error` if it has not."""
+        if not isinstance(server, AsyncClient):  # stock vLLM gets its adapters in no update
+            raise error
+        try:
+            found = await server.policy_version()
+        except ServerError as gone:
+            return gone
+        if found >= self._required_version:
+            raise error
+        return ServerBehindError(
+            f"{server.base_url} has policy version {found}, and {self._required_version} was published: {error}"
+        )
 
     @asynccontextmanager
     async def while_there(self, server: EngineServer) -> AsyncIterator[None]:
@@ -581,7 +611,7 @@ class _Failover:
             await self._known.pop(url).close()
             await server.close()
             raise EngineError(_NEEDS_OURS)
-        if replace(facts, policy_version=0) != self.facts:
+        if _find_common(facts) != _find_common(self.facts):
             raise EngineError(f"the servers must serve one model, {self.facts}, and it has {facts}")
         self.members[url] = server
         self._joining.add(server)

@@ -40,6 +40,7 @@ from unbroken.engines.transformers import TransformersEngine, TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
 from unbroken.images.processor import ImageProcessor
 from unbroken.rendering.loader import load_renderer, load_tokenizer
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs.config import EngineConfig, EngineKind, RunConfig, WeightTransport, read_key
 from unbroken.runs.folder import open_private
 from unbroken.runs.processes import Rank, find_own_address, without_launcher
@@ -102,22 +103,22 @@ async def open_engine(
     numerics: Numerics = Numerics.FAST,
     is_trained: bool = True,
     lends_memory: bool = True,
-    max_adapters: int = 1,
+    policies: PoliciesConfig | None = None,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
-    weights; all sample from them. With `adapter_rank`, engines that are started here take as updates so many adapters
-    of up to this rank: one, or those of several policies. With `records_routing`, they record the experts that compute
-    each id; servers that run already must, and have these `numerics`. Untrained models are not copied.
+    weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
+    as updates: one, or those of several `policies`. With `records_routing`, they record the experts that compute each
+    id; servers that run already must, and have these `numerics`. Untrained models are not copied.
 
     Raises:
-        InvalidInputError: the engine's vocabulary is not the model's.
+        InvalidInputError: the engine's vocabulary is not the model's, or a policy has the name of the servers' model.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
     weights = config.weights_dir or output / "weights"
     vocab_size = None if model is None else len(model.get_input_embeddings().weight)
-    lora = _lora_options(adapter_rank, max_adapters) if config.starts_vllm else []
+    lora = _lora_options(adapter_rank, policies) if config.starts_vllm else []
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             own = copy.deepcopy(model) if is_trained else model
@@ -136,11 +137,14 @@ async def open_engine(
                 server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
-        _check_engine(found.engine, vocab_size, numerics)
+        _check_engine(found, vocab_size, numerics, policies)
         yield found
 
 
-def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> None:
+def _check_engine(
+    opened: RunEngine, vocab_size: int | None, numerics: Numerics, policies: PoliciesConfig | None
+) -> None:
+    engine: Any = opened.engine
     if vocab_size is not None:
         check_vocabulary(engine, vocab_size)
     own = getattr(engine, "numerics", Numerics.FAST)
@@ -148,6 +152,17 @@ def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics) -> No
         raise InvalidInputError(
             f"trainer.numerics must be fast with an engine whose numerics are {own}, got exact: start its servers with "
             "--numerics exact"
+        )
+    if policies is not None and opened.servers:
+        _check_names(policies, engine)
+
+
+def _check_names(policies: PoliciesConfig, engine: Any) -> None:
+    """Raise `InvalidInputError` for a policy by whose name servers know the model, which they would sample."""
+    if engine.model_name.partition("@")[0] in policies.names:
+        raise InvalidInputError(
+            f"policies.names must not have the name by which servers know their model, got {engine.model_name!r}: give "
+            "the policy another name, or start the servers with another --served-model-name"
         )
 
 
@@ -426,8 +441,8 @@ async def _start_in_first_process(
     return (url,)
 
 
-def _lora_options(adapter_rank: int | None, max_adapters: int) -> list[str]:
-    """Options for vLLM to take so many adapters of this rank as updates, and to have a slot for each of them."""
+def _lora_options(adapter_rank: int | None, policies: PoliciesConfig | None) -> list[str]:
+    """Options for vLLM to take adapters of this rank as updates, one or those of policies, with a slot for each."""
     if adapter_rank is None:
         return []
     highest = next((rank for rank in _VLLM_RANKS if rank >= adapter_rank), None)
@@ -437,6 +452,7 @@ def _lora_options(adapter_rank: int | None, max_adapters: int) -> list[str]:
             f"{adapter_rank}"
         )
     # Without a GPU, vLLM's last slot stays empty, and the others hold the version in use and the next one.
+    max_adapters = 1 if policies is None else policies.max_adapters
     slots = max_adapters if torch.cuda.is_available() else 2 * max_adapters + 1
     return ["--enable-lora", "--max-lora-rank", str(highest), "--max-loras", str(slots)]
 

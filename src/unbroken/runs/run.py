@@ -299,7 +299,7 @@ async def _open_engine(
             records_routing=config.trainer.routing_replay,
             numerics=config.trainer.numerics,
             lends_memory=_lends_memory(config, source, accelerator, sizes),
-            max_adapters=1 if config.policies is None else config.policies.max_adapters,
+            policies=config.policies,
         )
     )
     fix_rotary(policy, engine.engine.context_length)

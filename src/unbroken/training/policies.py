@@ -67,8 +67,8 @@ class PolicyTrainers(Trainer):
         """Take over a `peft.PeftModel` that has an adapter for each name; `config.lora_updates` is adapter.
 
         Raises:
-            InvalidInputError: as `Trainer`; there are several processes; or the objective is no policy gradient, whose
-                units are of one trajectory.
+            InvalidInputError: as `Trainer`; there are several processes; the objective is no policy gradient, whose
+                units are of one trajectory; or a policy has the name of a part of the model.
         """
         accelerator = accelerator or Accelerator()
         if not isinstance(objective, PolicyGradient | None):
@@ -78,6 +78,7 @@ class PolicyTrainers(Trainer):
                 f"policies must be left out with several processes, got {accelerator.num_processes}: policies take "
                 "turns in one"
             )
+        _check_names(model, policies.names)
         self._model = model
         self._policies = policies
         self._trainers: dict[str, Trainer] = {}
@@ -253,6 +254,17 @@ class PolicyTrainers(Trainer):
         with atomic_folder(folder) as aside:
             for name in self._trainers:
                 self._activate(name).save_pretrained(aside / name, form=form, add_files=add_files)
+
+
+def _check_names(model: Any, names: Sequence[str]) -> None:
+    """Raise `InvalidInputError` for a policy with the name of a part of the model.
+
+    PEFT finds the matrices of other adapters by a part of their names when it saves one: beside an adapter "q_proj",
+    the file of every other has no matrices of q_proj.
+    """
+    parts = {part for name, _ in model.named_modules() for part in name.partition(".lora_")[0].split(".")}
+    if taken := sorted(parts.intersection(names)):
+        raise InvalidInputError(f"policies.names must not be names of parts of the model, got {taken}")
 
 
 def _write_copies(folder: Path, names: Sequence[str], copies: Mapping[str, torch.Tensor]) -> None:

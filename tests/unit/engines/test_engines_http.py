@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from support.processes import free_port
-from support.servers import listening, make_app, scripted_engine
+from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from support.waits import wait_until
 from unbroken.engines.http import HttpEngine
-from unbroken.engines.scripted import ScriptedReply
+from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import (
     ContextOverflowError,
     EngineError,
@@ -21,6 +21,7 @@ from unbroken.errors import (
     ServerBehindError,
     ServerError,
     ServerUnreachableError,
+    UnknownPolicyError,
 )
 from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
 from unbroken.weights.base import InProcessPublisher
@@ -124,6 +125,39 @@ async def test_i6_what_a_restarted_server_samples_with_its_first_weights_is_refu
         for inner in engines:
             await inner.update_weights(TensorSource([]), policy_version=4)
         await engine.sample(ask("b"))
+        await engine.close()
+
+
+class Speaking(ScriptedEngine):
+    """An engine of several policies, which updates bring."""
+
+    adapters: tuple[str, ...] = ()
+
+
+async def test_i6_a_server_that_lacks_policies_of_an_update_that_it_missed_is_left_for_another() -> None:
+    has, behind = (
+        Speaking(lambda prompt_ids: [5], vocab_size=len(server_tokenizer()), context_length=4096, allow_forks=True)
+        for _ in range(2)
+    )
+    await has.update_weights(TensorSource([]), policy_version=3)
+    has.adapters = ("solver", "solver@2")
+    async with listening(make_app(has)) as one, listening(make_app(behind)) as two:
+        engine = await HttpEngine.connect([one, two])  # a run that continues, after one of its servers was restarted
+        assert (engine.policy_version, engine.adapters) == (3, ())
+        engine.require_version(3)
+        for k in range(8):
+            request = replace(ask(f"{k}/0"), adapter="solver")
+            if k % 2:
+                await engine.sample(request)
+            else:
+                assert [chunk async for chunk in engine.stream(request)]
+        assert [each.adapter for each in has.requests] == ["solver"] * 8
+        assert not behind.requests
+        with pytest.raises(UnknownPolicyError, match="'critic' does not exist: this server has"):  # nobody missed it
+            await engine.sample(replace(ask("a"), adapter="critic"))
+        engine.require_version(4)
+        with pytest.raises(ServerBehindError, match=r"has policy version \d, and 4 was published: .*'solver@4'"):
+            await engine.sample(replace(ask("b"), adapter="solver@4"))
         await engine.close()
 
 

@@ -61,13 +61,13 @@ def test_the_reference_of_adapters_is_a_copy_of_the_base_only_if_it_follows_them
 
 def test_an_engine_that_the_run_starts_is_started_for_the_rank() -> None:
     config = EngineConfig(kind=EngineKind.STARTED, options=("--engine", "vllm", "--max-loras", "5"))
-    command = _serve_command(config, "m", Path("w"), _lora_options(LoraConfig(rank=17).rank, 1))
+    command = _serve_command(config, "m", Path("w"), _lora_options(LoraConfig(rank=17).rank, None))
     assert command[command.index("--enable-lora") :] == [
         "--enable-lora", "--max-lora-rank", "32", "--max-loras", "3", "--engine", "vllm", "--max-loras", "5"
     ]  # fmt: skip
     assert "--enable-lora" not in _serve_command(config, "m", Path("w"))
     assert not EngineConfig(kind=EngineKind.STARTED, options=("--engine", "transformers")).starts_vllm
     policies = PoliciesConfig(names=("solver", "critic"), copy_every=5, num_copies=3)
-    assert _lora_options(8, policies.max_adapters)[-1] == "17"  # two versions of 2 policies and 6 copies, and one
+    assert _lora_options(8, policies)[-1] == "17"  # two versions of 2 policies and 6 copies, and one
     with pytest.raises(InvalidInputError, match=r"lora\.rank must be at most 512 .* got 513"):
-        _lora_options(513, 1)
+        _lora_options(513, None)

@@ -17,6 +17,7 @@ from support.waits import wait_until
 from unbroken.engines import directory
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
+from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs import engines
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine, start_server
@@ -83,6 +84,19 @@ async def test_a_server_says_its_numerics_and_a_run_with_exact_ones_refuses_fast
     async with listening(make_app(engine)) as url, open_engine(server(url), **how, numerics=Numerics.EXACT) as found:
         assert found.engine.numerics is Numerics.EXACT
         assert found.adapt(TrainerConfig()).sampler_tensor_parallel == 2
+
+
+async def test_a_policy_with_the_name_of_the_servers_model_is_refused_as_they_would_sample_the_model(tmp_path):
+    model = tiny_qwen3(vocab_size=len(server_tokenizer()))
+    how = {"model": model, "source": "tiny", "output": tmp_path, "device": torch.device("cpu"), "rank": Rank()}
+    async with listening(make_app(scripted_engine("x"), model_name="solver")) as url:
+        with pytest.raises(
+            InvalidInputError, match=r"policies\.names must not have .* their model, got 'solver': give"
+        ):
+            async with open_engine(server(url), **how, policies=PoliciesConfig(names=("critic", "solver"))):
+                pass
+        async with open_engine(server(url), **how, policies=PoliciesConfig(names=("critic",))) as found:
+            assert found.engine.model_name == "solver"
 
 
 def list_servers(listed: Path, *urls: str) -> None:

@@ -314,6 +314,12 @@ async def test_a_copy_that_was_forgotten_is_not_made_anew(tmp_path: Path) -> Non
     await pair.engine.close()
 
 
+def test_a_policy_with_the_name_of_a_part_of_the_model_is_refused_as_peft_would_leave_out_matrices_of_others() -> None:
+    names = ("critic", "q_proj")
+    with pytest.raises(InvalidInputError, match=r"policies\.names must not be names of parts .* got \['q_proj'\]"):
+        PolicyTrainers(adapted(names), CONFIG, policies=PoliciesConfig(names=names), accelerator=Accelerator(cpu=True))
+
+
 async def test_a_checkpoint_of_other_policies_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     pair = Pair()
     pair.trainer.save(tmp_path / "saved")

@@ -391,8 +391,7 @@ class TransformersEngine:
                 images = await asyncio.to_thread(model.prepare, request.prompt_ids, request.images)
             finally:
                 aborted = self._preparing.pop(request.request_id)
-        adapter = self._forward.adapters.get_number(request.adapter)
-        job = Job(request, self._worker.new_answer(), feed, images=images, adapter=adapter)
+        job = Job(request, self._worker.new_answer(), feed, images=images)
         self._worker.post(lambda: self._submit(job, aborted=aborted), job.answer)
         return job
 
@@ -407,6 +406,7 @@ class TransformersEngine:
     def _submit(self, job: Job, *, aborted: bool) -> None:
         check_complete(self._incomplete)
         check_awake(self._refusing)
+        job.adapter = self._forward.adapters.get_number(job.request.adapter)  # an update may have come in between
         self._batch.submit(job)
         if aborted:
             self._batch.abort_job(job)
@@ -475,7 +475,7 @@ class TransformersEngine:
         if is_adapter([spec.name for spec in stream.specs]):
             weights = list(stream)
         if isinstance(weights, list) and (policies := split_policies(weights)) is not None:
-            self._loader.check_kind(is_adapter=True, policy_version=self._batch.policy_version)
+            self._loader.check_kind(is_adapter=True, policy_version=self._batch.policy_version, names_policies=True)
             self._forward.adapters.load(self._forward.model, policies)
             self._batch.fail_without(self._forward.adapters.numbers)
         else:

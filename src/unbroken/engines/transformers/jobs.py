@@ -129,11 +129,10 @@ class Job:
         feed: Feed[SampleChunk | None] | None = None,
         *,
         images: PromptImages | None = None,
-        adapter: int = 0,
     ) -> None:
         self.request = request
-        self.adapter = adapter
-        """Its number (`RowAdapters`)."""
+        self.adapter = 0
+        """Its number (`RowAdapters`), once it is submitted."""
         self.queued_s = time.perf_counter()
         self.features = None if images is None else ImageFeatures(images=images)
         self.stop_ids = frozenset(request.params.stop_token_ids)

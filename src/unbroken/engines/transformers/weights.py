@@ -27,8 +27,16 @@ class UpdateLoader:
         self._is_changed = False
         """Whether whole weights have replaced the first ones."""
 
-    def check_kind(self, *, is_adapter: bool, policy_version: int) -> None:
-        """Raise `SamplingError` if an adapter follows whole weights, or the other way round; see `check_same_kind`."""
+    def check_kind(self, *, is_adapter: bool, policy_version: int, names_policies: bool = False) -> None:
+        """Raise `SamplingError` if an adapter follows whole weights, or the other way round; see `check_same_kind`.
+
+        Nor may adapters of several policies, which are not merged, follow the one of a single policy.
+        """
+        if names_policies and self._base:
+            raise SamplingError(
+                f"the adapter of policy version {policy_version} is merged into the weights, to which those of several "
+                "policies would be added: start the engine again"
+            )
         check_same_kind(
             is_adapter=is_adapter, had_adapter=bool(self._base), policy_version=policy_version, changed=self._is_changed
         )

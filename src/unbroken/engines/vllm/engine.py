@@ -167,11 +167,12 @@ class VllmEngine(ControlledEngine):
         return (*self._adapters, *self._policy.names)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter; `InvalidInputError` if the name is in use, or the adapter cannot be loaded."""
+        """Load an adapter; `InvalidInputError` if the name is in use, there is no room, or it cannot be loaded."""
         async with self._lock:
             self._check_awake()
             if name in self.adapters:
                 raise InvalidInputError(f"adapter names must be unique, got {name!r}, which is loaded: unload it first")
+            self._policy.check_room_beside(self._num_adapters + 1)
             self._adapters[name] = await load_adapter(self._llm, name, str(folder), number=self._num_adapters + 1)
             self._num_adapters += 1
 

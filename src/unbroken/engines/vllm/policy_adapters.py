@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.vllm.delivery import Delivery
 from unbroken.engines.vllm.startup import MIN_POLICY_ADAPTERS, POLICY_ADAPTER
-from unbroken.errors import EngineError, SamplingError
+from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.weights.adapters import AdaptedWeight
 
 _FIRST_NUMBER = 2**20
@@ -126,6 +126,19 @@ class PolicyAdapters:
             raise SamplingError(
                 f"vLLM must have room for {MIN_POLICY_ADAPTERS} versions of {names}, got {max(room, 0)} beside "
                 f"{num_others} other adapters: start it with a higher --max-loras"
+            )
+
+    def check_room_beside(self, num_others: int) -> None:
+        """Raise `InvalidInputError` if so many other adapters would take the room of those that the policies need.
+
+        On a CPU another one would get the last slot, which vLLM applies to requests without an adapter.
+        """
+        newest = 0 if self.in_use is None else len(self.in_use.loras)
+        needed = max(MIN_POLICY_ADAPTERS * newest, sum(len(one.loras) for one in self._kept))
+        if needed and (room := self._max_kept(num_others)) < needed:
+            raise InvalidInputError(
+                f"vLLM must have room for {needed} adapters of policies, got {max(room, 0)} beside {num_others} other "
+                "adapters: start it with a higher --max-loras"
             )
 
     def check_room(self, num_new: int, *, num_others: int) -> None:

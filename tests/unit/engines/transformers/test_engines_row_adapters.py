@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,27 @@ async def test_an_update_that_is_not_of_its_policies_changes_nothing(source, mes
     with pytest.raises(SamplingError, match=message):
         await engine.update_weights(source(), policy_version=2)
     assert engine.policy_version == 1
+    await engine.close()
+
+
+async def test_a_request_for_an_adapter_that_an_update_takes_away_meanwhile_is_never_sampled_by_the_model() -> None:
+    engine = TransformersEngine(tiny_qwen3())
+    await engine.update_weights(both(1, 2), policy_version=1)
+    left = TensorSource([(f"left/{key}", each) for key, each in adapter(3)])
+    engine._worker.post(lambda: time.sleep(0.2), engine._worker.new_answer())  # so that the update waits for its turn
+    update = asyncio.create_task(engine.update_weights(left, policy_version=2))
+    await asyncio.sleep(0.05)
+    with pytest.raises(SamplingError, match=r"one of \['left'\] of this engine, got 'right'"):
+        await ask(engine, "right")
+    await update
+    await engine.close()
+
+
+async def test_adapters_of_several_policies_are_not_added_to_weights_that_have_one_merged() -> None:
+    engine = TransformersEngine(tiny_qwen3())
+    await engine.update_weights(TensorSource(adapter(1)), policy_version=1)
+    with pytest.raises(SamplingError, match="policy version 1 is merged into the weights, to which those of several"):
+        await engine.update_weights(both(2, 3), policy_version=2)
     await engine.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from support.adapted import with_lora
 from support.publishing import mismatch
-from unbroken.errors import SamplingError
+from unbroken.errors import InvalidInputError, SamplingError
 from unbroken.training.config import LoraUpdates, TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SampleResult, SamplingParams, token_ids
@@ -172,6 +172,7 @@ async def test_several_policies_of_one_engine_have_their_own_adapters_versions_a
         await check_a_request_of_one_policy_goes_on(engine, left, right, newer)
         await check_policies_from_files_and_sleep(engine, left, newer, base, tmp_path / "weights")
         await check_refused_policies(engine, left)
+        await check_that_another_adapter_takes_no_room_of_policies(engine, base, tmp_path / "adapter")
         assert not open_rows()
     finally:
         await engine.close()
@@ -233,6 +234,13 @@ async def check_refused_policies(engine: Any, left: Trainer) -> None:
         with pytest.raises(SamplingError, match=message):
             await engine.update_weights(refused, policy_version=4)
     assert engine.policy_version == 3
+
+
+async def check_that_another_adapter_takes_no_room_of_policies(engine: Any, base: Trainer, folder: Path) -> None:
+    """It would have the last slot while two versions are in use, and vLLM on a CPU applies that one to the model."""
+    with pytest.raises(InvalidInputError, match="room for 4 adapters of policies, got 3 beside 2 other adapters"):
+        await engine.load_adapter("parrot", folder)
+    await assert_sampled_by(engine, base, await engine.sample(ask("still the model")), 3)
 
 
 async def test_an_engine_without_lora_or_room_refuses_adapters(shared_vllm: Any) -> None:
