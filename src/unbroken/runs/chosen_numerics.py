@@ -47,6 +47,7 @@ _MEASURED = (
     _Measured(engine=EngineKind.EMBEDDED, machine=_CPU, trained="all weights", least=0, most=math.inf, cost=1.18),
     _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="all weights", least=0.12, most=0.15, cost=1.04),
     _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="all weights", least=0.45, most=0.75, cost=1.04),
+    _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="LoRA", least=3.5, most=4.5, cost=1.10),
     _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="LoRA", least=7, most=9, cost=1.21),
 )
 
