@@ -32,7 +32,7 @@ async def main():
         finally:
             await engine.close()
 
-signals._THREADS_S = 0.5
+signals._THREADS_S = 0.5 if float(sys.argv[1]) > 60 else 60
 try:
     asyncio.run(main())
 except signals.Terminated:
@@ -77,7 +77,8 @@ def run_and_terminate(*words: str, step_s: float, first: signal.Signals = signal
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_an_engine_is_closed_before_the_process_ends_whatever_signal_comes_while_it_closes(first):
-    assert run_and_terminate(step_s=0.3, first=first) == (143, "closed\nterminated\n")
+    # On a busy machine a short step may end by itself before the first signal comes.
+    assert run_and_terminate(step_s=2.0, first=first) == (143, "closed\nterminated\n")
 
 
 def test_sigterm_is_not_lost_while_a_time_limit_ends_what_the_task_waits_for():

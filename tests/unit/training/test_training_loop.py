@@ -231,7 +231,7 @@ async def test_a_run_whose_rewards_are_all_equal_stops_after_three_steps_with_a_
     with pytest.raises(RolloutError, match=STOPS + reasons) as stopped:
         await run([EQUAL] * 9, tmp_path, trainer=trainer, source=Equal(), checkpoints=checkpoints, **options)
     assert f"`unbroken export {tmp_path / 'checkpoints' / 'step-00000003'} MODEL`" in str(stopped.value)
-    assert "--loop.max-empty-steps none" in str(stopped.value)
+    assert "With loop.max_empty_steps none a run continues" in str(stopped.value)
     assert caplog.text.count("trained nothing") == 3
     assert [line["train/num_rows"] for line in lines(tmp_path)] == [0, 0, 0]
     assert checkpoints.holds(3)
