@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import wrap_future
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -193,7 +194,7 @@ class Session:
                     raise
             self._check_limits(question.n)
             question = self._limit_tokens(self._apply_settings(question))
-            placed = await asyncio.wrap_future(context.text_threads.submit(self._place, context, question))
+            placed = await wrap_future(context.text_threads.submit(self._place, context, question))
             turn = await continue_prompt(
                 context,
                 question,
@@ -478,7 +479,7 @@ class Session:
             return attempt.pending
         turns = sorted((self.state.turns[number] for number in attempt.numbers), key=lambda turn: turn.record.choice)
         question = self._apply_settings(question)
-        renderer = await asyncio.wrap_future(
+        renderer = await wrap_future(
             context.text_threads.submit(context.get_renderer, question.template_options, question.image_settings)
         )
         request = SampleRequest(

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import secrets
 import time
+from asyncio import wrap_future
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -257,7 +258,7 @@ class Sessions:
         return stored
 
     async def _restore(self, stored: StoredSession) -> SessionState:
-        return await asyncio.wrap_future(
+        return await wrap_future(
             self._context.text_threads.submit(
                 SessionState.restore, stored, load_image=self._load_image, parse=self._parse
             )

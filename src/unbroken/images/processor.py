@@ -116,6 +116,8 @@ class HfImageProcessor:
         images = {name: value for name, value in every.pop("image_processor", {}).items() if value is not None}
         kept = {name: value for name, value in every.items() if name not in _NOT_OF_IMAGES and value is not None}
         kept |= {f"image_processor.{name}": value for name, value in images.items() if name not in _NOT_OF_IMAGES}
+        # `to_dict` has one name for the classes that resize by torchvision and by Pillow, to other pixels.
+        kept |= {"image_processor_class": type(self._processor.image_processor).__name__}
         return json.dumps({**kept, "processor_class": type(self._processor).__name__}, sort_keys=True, default=str)
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:

@@ -18,7 +18,7 @@ INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 """The exit status after SIGTERM, as in shells."""
 _AGAIN_S = 0.1
-"""How often is looked whether a task that is being cancelled goes on."""
+"""Seconds between two looks at whether a task that is being cancelled goes on."""
 _THREADS_S = 15.0
 """How long threads that still compute may hold up the exit: some wait for other processes, which ended too."""
 

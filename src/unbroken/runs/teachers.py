@@ -23,6 +23,7 @@ import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from transformers import AutoModelForImageTextToText
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import (
     EngineError,
     InvalidInputError,
@@ -30,6 +31,7 @@ from unbroken.errors import (
     OutageError,
     ServerBusyError,
     ServerUnreachableError,
+    TemplateError,
     missing_extra,
 )
 from unbroken.exactness import fix_rotary
@@ -47,7 +49,7 @@ from unbroken.runs.config import ModelSettings, Precision, RunConfig, TeacherCon
 from unbroken.runs.models import load_config, load_model, load_model_renderer, locate
 from unbroken.runs.prompts.dataset import read_prompt
 from unbroken.training.model.pretrained import ADAPTER_CONFIG
-from unbroken.training.teachers import Teachers, TeacherTask
+from unbroken.training.teachers import RowScorer, Teachers, TeacherTask
 from unbroken.types import Logprobs, ScoredSequence, TokenIds, TopLogprobs, TrainingSample, token_ids
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
@@ -102,8 +104,14 @@ async def open_teachers(
         return Teachers(models=models, top_k=top_k)
     contexts = None
     if config.teacher.prompt is not None:
-        contexts = _Contexts(load_model_renderer(source, config.renderer, config.rollouts.sampling))
+        max_ids = {name: _find_max_ids(each) for name, each in models.items()}
+        contexts = _Contexts(load_model_renderer(source, config.renderer, config.rollouts.sampling), max_ids)
     return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), contexts), top_k=top_k)
+
+
+def _find_max_ids(teacher: Any) -> int | None:
+    """The longest row that a teacher scores; None: any."""
+    return teacher.max_ids if isinstance(teacher, RowScorer) else DecoderConfig(teacher.config).max_positions
 
 
 def _load(model: str, config: RunConfig, source: str | Path, tokenizer: Any, images: ImageProcessor | None) -> Any:
@@ -198,6 +206,8 @@ class _Gap(StrEnum):
     """After the teacher's prompt there is no bridge: its next prompt would not begin with the ids so far."""
     OTHER_IDS = "other_ids"
     """After the teacher's prompt there would be other ids between two turns, as where a template repeats a text."""
+    TOO_LONG = "too_long"
+    """After the teacher's prompt the last turn would end beyond the teacher's context."""
 
 
 class _Contexts:
@@ -212,8 +222,10 @@ class _Contexts:
     scored only if that is 4 5.
     """
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, max_ids: Mapping[str, int | None]) -> None:
+        """`max_ids` has the context of each teacher; None: without end."""
         self._renderer = renderer
+        self._max_ids = max_ids
         self._said: set[_Gap] = set()
         """What was warned of, once each."""
 
@@ -226,16 +238,26 @@ class _Contexts:
                 "teacher.prompt must be left out with agents and sessions, whose first messages are their own"
             )
         tools = spoken[0].tools if spoken else ()
-        prompt_ids = self._renderer.render(messages, tools=tools).token_ids
+        try:
+            prompt_ids = self._renderer.render(messages, tools=tools).token_ids
+        except (MessagesError, TemplateError) as error:
+            raise InvalidInputError(f"teacher.prompt of group {group.group_id} cannot be rendered: {error}") from error
         unproven: dict[str, str] = {}
         for each in spoken:
-            if (gap := self._find_gap(each, messages, prompt_ids, tools)) is not None:
+            gap = self._find_gap(each, messages, prompt_ids, tools, max_ids=self._max_ids[teacher])
+            if gap is not None:
                 unproven[each.trajectory_id] = gap
                 self._warn(gap, each.trajectory_id)
         return TeacherTask(teacher=teacher, prompt_ids=prompt_ids, unproven=unproven)
 
     def _find_gap(
-        self, trajectory: Trajectory, messages: Sequence[Message], prompt_ids: TokenIds, tools: Sequence[ToolSchema]
+        self,
+        trajectory: Trajectory,
+        messages: Sequence[Message],
+        prompt_ids: TokenIds,
+        tools: Sequence[ToolSchema],
+        *,
+        max_ids: int | None,
     ) -> _Gap | None:
         """Render the teacher's conversation turn by turn, and compare what is between the turns."""
         if trajectory.tools != tools:
@@ -249,7 +271,10 @@ class _Contexts:
         earlier, last = list(messages), None
         for (new, own_ids), turn in zip(between, trajectory.turns, strict=True):
             if last is not None:
-                prompt = prompts.extend(last, new, earlier=earlier, tools=tools)
+                try:
+                    prompt = prompts.extend(last, new, earlier=earlier, tools=tools)
+                except (MessagesError, TemplateError):  # of a prompt that would be rendered anew
+                    return _Gap.NO_BRIDGE
                 if prompt.continued is None:
                     return _Gap.NO_BRIDGE
                 if not np.array_equal(prompt.given.token_ids, own_ids):
@@ -257,15 +282,16 @@ class _Contexts:
                 position = attach_given(tree, last.end, prompt.given)
                 earlier += [last.message, *new]
             last = replace(turn, prompt_end=position, end=tree.add_sampled(turn.sequence, parent=position))
-        return None
+        is_long = max_ids is not None and last is not None and len(tree.token_ids(last.end)) > max_ids
+        return _Gap.TOO_LONG if is_long else None
 
     def _warn(self, gap: _Gap, name: str) -> None:
         if gap not in self._said:
             self._said.add(gap)
             _logger.warning(
-                "the teacher does not score rollout %s: after teacher.prompt its conversation would have other ids "
-                "between its turns (%s). Such rollouts are counted (counters/teacher_skips/%s) and keep their rewards: "
-                "see docs/teachers.md", name, gap, gap,
+                "the teacher does not score rollout %s: it is not shown that after teacher.prompt its conversation has "
+                "the same ids (%s). Such rollouts are counted (counters/teacher_skips/%s) and learn from their rewards "
+                "alone, with the algorithm distillation from nothing: see docs/teachers.md", name, gap, gap,
             )  # fmt: skip
 
 
@@ -274,8 +300,11 @@ def _split(trajectory: Trajectory) -> list[tuple[Sequence[Message], TokenIds]] |
     not continue the turn before, or the messages no longer have all turns, or the turns not all that was sampled.
     """
     num_sampled = sum(len(turn.sequence.completion_ids) - turn.sequence.num_given for turn in trajectory.turns)
-    places = _find_replies(trajectory)
-    if places is None or num_sampled != trajectory.num_sampled:
+    if num_sampled != trajectory.num_sampled:
+        return None
+    if len(trajectory.turns) == 1:  # nothing is between turns, whatever became of the messages afterwards
+        return [((), token_ids([]))]
+    if (places := _find_replies(trajectory)) is None:
         return None
     between: list[tuple[Sequence[Message], TokenIds]] = [((), token_ids([]))]
     for k, (before, turn) in enumerate(itertools.pairwise(trajectory.turns)):

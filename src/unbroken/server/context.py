@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+from asyncio import wrap_future
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -97,7 +97,7 @@ class ServerContext:
         if len(sequence.completion_ids) <= _MAX_SHORT:
             pieces = reader.read(sequence)
         else:
-            pieces = await asyncio.wrap_future(self.text_threads.submit(reader.read, sequence))
+            pieces = await wrap_future(self.text_threads.submit(reader.read, sequence))
         return WholeReply(reader=reader, pieces=pieces)
 
     def get_renderer(self, options: Mapping[str, Any] | None = None, settings: str = "{}") -> Renderer:
@@ -146,7 +146,7 @@ class ServerContext:
         self.check_options(options)
         if not _needs_adapting(messages):
             return messages
-        return await asyncio.wrap_future(self.text_threads.submit(self._adapt_roles, messages, options))
+        return await wrap_future(self.text_threads.submit(self._adapt_roles, messages, options))
 
     def _adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
         renderer = self.get_renderer(options)
@@ -194,7 +194,7 @@ class ServerContext:
                 self._ineffective.put(key, found)
             return found
 
-        return await asyncio.wrap_future(self.text_threads.submit(find))
+        return await wrap_future(self.text_threads.submit(find))
 
     def reads_key(self, name: str) -> bool:
         """Whether the template may read this key of a message. Call this in a text thread."""

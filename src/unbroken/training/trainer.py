@@ -699,6 +699,10 @@ class Trainer:
 
 def _give_task(unit: TrajectoryRows, task: TeacherTask | None, counters: Counters) -> TrajectoryRows:
     """The unit with its teacher's task; without one, which is counted, if its ids are not those of the task."""
+    if task is not None and task.unproven and not unit.trajectory:
+        raise InvariantError(
+            f"a unit of group {unit.group} must name its trajectory: its teacher, with another prompt, scores some only"
+        )
     reason = None if task is None or task.unproven is None else task.unproven.get(unit.trajectory)
     if reason is not None:
         counters.count(Event.TEACHER_SKIP, reason)

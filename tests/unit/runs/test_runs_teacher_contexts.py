@@ -159,9 +159,7 @@ async def test_other_ids_between_the_turns_are_not_scored_and_said_once(folders,
     with caplog.at_level(logging.WARNING):
         task = await find_task(folders["repeats"], *members)
     assert task.unproven == {"a": "other_ids", "b": "other_ids"}
-    assert (
-        caplog.text.count("does not score rollout a: after teacher.prompt its conversation would have other ids") == 1
-    )
+    assert caplog.text.count("the teacher does not score rollout a: it is not shown that") == 1
     assert "rollout b" not in caplog.text
     check_row(*make_row(members[2], task))  # of one turn
     same = await find_task(folders["repeats"], *members, hint=QUESTION)
@@ -192,6 +190,14 @@ async def test_nobody_scores_several_turns_that_were_not_compared(folders):
     task = replace(await find_task(folders["plain"], trajectory), unproven=None)
     with pytest.raises(InvalidInputError, match=r"must have rows of one turn, or TeacherTask\.unproven"):
         make_row(trajectory, task)
+
+
+@pytest.mark.parametrize("num_turns", [1, 2])
+async def test_a_hint_that_leaves_no_room_for_the_last_turn_is_a_skip(folders, num_turns):
+    renderer = load_renderer(folders["plain"])
+    trajectory = await play(renderer, ScriptedEnv([AGAIN] * (num_turns - 1), messages=QUESTION), "a")
+    task = await find_task(folders["plain"], trajectory, hint=[{"role": "user", "content": "long " * 3000}])
+    assert task.unproven == {"a": "too_long"}
 
 
 ENVIRONMENT = """

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import is_running
@@ -129,6 +129,14 @@ def _find_call(replies: Sequence[Mapping[str, Any]], call_id: Any) -> str | None
     return f"{function.get('name')}({text})"[:_MAX_TEXT]
 
 
+class _MeanSums(NamedTuple):
+    """Sums over the steps whose mean reward is known."""
+
+    total: float = 0.0
+    num_steps: int = 0
+    num_groups: float = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How the process of a run ended, as far as its folder says."""
@@ -161,8 +169,8 @@ class Evidence:
     lowest: float | None = None
     """The lowest reward of all steps."""
     highest: float | None = None
-    means: tuple[float, ...] = (0.0, 0, 0)
-    """The sum of the mean rewards of steps, their number, and that of their groups."""
+    means: _MeanSums = field(default_factory=_MeanSums)
+    """Of the mean rewards of all steps."""
     notes: tuple[RolloutNote, ...] = ()
     """Of the newest step that has any."""
     ending: Ending = field(default_factory=Ending)
@@ -195,9 +203,9 @@ class Evidence:
             notes=tuple(notes) or self.notes,
         )
 
-    def _add_mean(self, mean: float, step: Numbers) -> tuple[float, ...]:
-        total, number, num_groups = self.means
-        return total + mean, number + 1, num_groups + (_read_number(step.get("groups/num")) or 0)
+    def _add_mean(self, mean: float, step: Numbers) -> _MeanSums:
+        total, num_steps, num_groups = self.means
+        return _MeanSums(total + mean, num_steps + 1, num_groups + (_read_number(step.get("groups/num")) or 0))
 
     def get_recent(self, number: int) -> tuple[Numbers, ...]:
         """The last `number` steps of rollouts; none if there are not so many yet, or all of a run that is over."""

@@ -30,7 +30,7 @@ _BUSY_CORES = 1.5
 _NUM_COMPARED = 5
 """Of so many first steps, and so many newest ones, means are compared."""
 _CHANCE = 1e-3
-"""What is less likely is no chance."""
+"""What is less likely than this is not called chance."""
 _LONG_RUN = 100
 """Steps after which a run that goes on should have learned something."""
 

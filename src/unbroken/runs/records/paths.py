@@ -16,6 +16,9 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import SampledSequence
 
+_CUTTING = frozenset({"top_k", "top_p", "min_p", "structured_output"})
+"""Sampling parameters by which ids are sampled from some only."""
+
 
 def describe_path(path: Path) -> dict[str, Any]:
     """The keys of a row that say which ids there are, and where each comes from."""
@@ -93,17 +96,20 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
         "tolerances": turn.tolerances,
         "created_s": round(turn.created_s - stored.record.created_s, 3),
         **describe_sampled(turn.policy, turn.sequence),
+        # Sessions need not record kept ids, but have what was asked for.
+        "is_cut": turn.sequence.kept_ids is not None or not _CUTTING.isdisjoint(turn.sampling),
     }
 
 
 def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
     """The keys of a turn that say how many ids were sampled, how many were given inside, by whom, which versions,
-    what changed the logits, and whether the ids were sampled from some only (`SampledSequence.kept_ids`).
+    what changed the logits, and whether the ids were sampled from some only (`SampledSequence.kept_ids`): None where no
+    kept ids came, because nothing was cut, or because nobody asked for them.
     """
     counts = {"num_sampled": sequence.num_sampled, "num_given": sequence.num_given}
     controls = None if sequence.controls is None else sequence.controls.to_json()
     versions = find_runs(sequence.policy_versions, where=sequence.sampled_mask)
-    is_cut = sequence.kept_ids is not None
+    is_cut = True if sequence.kept_ids is not None else None
     return {**counts, "controls": controls, "is_cut": is_cut, "policy": policy, "policy_versions": versions}
 
 
