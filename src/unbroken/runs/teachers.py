@@ -43,7 +43,7 @@ from unbroken.progress import begin
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loader import find_other_token, load_tokenizer
-from unbroken.rollout.prompts import PromptBuilder, attach_given
+from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.config import ModelSettings, Precision, RunConfig, TeacherConfig, is_address, read_key
 from unbroken.runs.models import load_config, load_model, load_model_renderer, locate
@@ -271,11 +271,8 @@ class _Contexts:
         earlier, last = list(messages), None
         for (new, own_ids), turn in zip(between, trajectory.turns, strict=True):
             if last is not None:
-                try:
-                    prompt = prompts.extend(last, new, earlier=earlier, tools=tools)
-                except (MessagesError, TemplateError):  # of a prompt that would be rendered anew
-                    return _Gap.NO_BRIDGE
-                if prompt.continued is None:
+                prompt = _continue(partial(prompts.extend, last, new, earlier=earlier, tools=tools))
+                if prompt is None:
                     return _Gap.NO_BRIDGE
                 if not np.array_equal(prompt.given.token_ids, own_ids):
                     return _Gap.OTHER_IDS
@@ -293,6 +290,15 @@ class _Contexts:
                 "the same ids (%s). Such rollouts are counted (counters/teacher_skips/%s) and learn from their rewards "
                 "alone, with the algorithm distillation from nothing: see docs/teachers.md", name, gap, gap,
             )  # fmt: skip
+
+
+def _continue(extend: Callable[[], Prompt]) -> Prompt | None:
+    """The prompt, if a bridge makes it; None if it was rendered anew, which may fail too."""
+    try:
+        prompt = extend()
+    except (MessagesError, TemplateError):
+        return None
+    return None if prompt.continued is None else prompt
 
 
 def _split(trajectory: Trajectory) -> list[tuple[Sequence[Message], TokenIds]] | None:
