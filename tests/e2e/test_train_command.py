@@ -59,7 +59,7 @@ def test_a_run_whose_rewards_are_all_equal_stops_with_a_sentence(tmp_path, capsy
     printed = capsys.readouterr()
     assert "step 2 (3 of 9)  reward 0" in printed.out
     assert "3 steps in a row trained nothing; of the last one, 2 of 2 groups have equal rewards" in printed.err
-    assert "--loop.max-empty-steps none" in printed.err
+    assert "With loop.max_empty_steps none a run continues" in printed.err
     assert not (tmp_path / "final").exists()
 
 
