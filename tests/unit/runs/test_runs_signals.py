@@ -32,6 +32,7 @@ async def main():
         finally:
             await engine.close()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in a shell's background would leave it ignored
 signals._THREADS_S = 0.5 if float(sys.argv[1]) > 60 else 60
 try:
     asyncio.run(main())
