@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,16 +110,19 @@ class HfImageProcessor:
     def setting_names(self) -> frozenset[str]:
         return self._settings
 
-    @property
+    @functools.cached_property  # servers say it in each list of their models
     def description(self) -> str:
         """See `ImageProcessor`. Two versions of transformers may differ in settings that are None in both."""
         every = self._processor.to_dict()
         images = {name: value for name, value in every.pop("image_processor", {}).items() if value is not None}
         kept = {name: value for name, value in every.items() if name not in _NOT_OF_IMAGES and value is not None}
         kept |= {f"image_processor.{name}": value for name, value in images.items() if name not in _NOT_OF_IMAGES}
-        # `to_dict` has one name for the classes that resize by torchvision and by Pillow, to other pixels.
-        kept |= {"image_processor_class": type(self._processor.image_processor).__name__}
-        return json.dumps({**kept, "processor_class": type(self._processor).__name__}, sort_keys=True, default=str)
+        classes = {
+            "processor_class": type(self._processor).__name__,
+            # `to_dict` has one name for the classes that resize by torchvision and by Pillow, to other pixels.
+            "image_processor_class": type(self._processor.image_processor).__name__,
+        }
+        return json.dumps(kept | classes, sort_keys=True, default=str)
 
     def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
         """See `ImageProcessor`. Cached by image and settings."""
