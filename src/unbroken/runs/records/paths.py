@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -95,21 +96,22 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
         "times": None,
         "tolerances": turn.tolerances,
         "created_s": round(turn.created_s - stored.record.created_s, 3),
-        **describe_sampled(turn.policy, turn.sequence),
-        # Sessions need not record kept ids, but have what was asked for.
-        "is_cut": turn.sequence.kept_ids is not None or not _CUTTING.isdisjoint(turn.sampling),
+        **describe_sampled(turn.policy, turn.sequence, sampling=turn.sampling),
     }
 
 
-def describe_sampled(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
+def describe_sampled(
+    policy: str | None, sequence: SampledSequence, *, sampling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The keys of a turn that say how many ids were sampled, how many were given inside, by whom, which versions,
     what changed the logits, and whether the ids were sampled from some only (`SampledSequence.kept_ids`): None where no
-    kept ids came, because nothing was cut, or because nobody asked for them.
+    kept ids came, because nothing was cut, or because nobody asked for them. `sampling` decides that where it is known:
+    sessions need not record kept ids, but have the parameters that were asked for.
     """
     counts = {"num_sampled": sequence.num_sampled, "num_given": sequence.num_given}
     controls = None if sequence.controls is None else sequence.controls.to_json()
     versions = find_runs(sequence.policy_versions, where=sequence.sampled_mask)
-    is_cut = True if sequence.kept_ids is not None else None
+    is_cut = sequence.kept_ids is not None or (None if sampling is None else not _CUTTING.isdisjoint(sampling))
     return {**counts, "controls": controls, "is_cut": is_cut, "policy": policy, "policy_versions": versions}
 
 
