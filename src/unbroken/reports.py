@@ -143,7 +143,7 @@ _PAGE = re.compile(r"(?<![\w/.-])docs/([\w/-]+)\.md(#[\w-]+)?")
 def link_pages(text: str) -> str:
     """The text with the address of each page that it names, in a release; who has that may have no folder `docs`.
 
-        docs/engines.md#one-policy  ──►  https://somebody.github.io/unbroken/engines/#one-policy
+        docs/engines.md#one-policy  ──►  https://example.github.io/unbroken/engines/#one-policy
 
     A clone's address is that of OWNER until a release is made of it (`tools/prepare_release.py`): its pages keep their
     paths.

@@ -288,8 +288,11 @@ class _Contexts:
             _logger.warning(
                 "the teacher does not score rollout %s: it is not shown that after teacher.prompt its conversation has "
                 "the same ids (%s). Such rollouts are counted (counters/teacher_skips/%s) and learn from their rewards "
-                "alone, with the algorithm distillation from nothing: see docs/teachers.md", name, gap, gap,
-            )  # fmt: skip
+                "alone, with the algorithm distillation from nothing: see docs/teachers.md",
+                name,
+                gap,
+                gap,
+            )
 
 
 def _continue(extend: Callable[[], Prompt]) -> Prompt | None:

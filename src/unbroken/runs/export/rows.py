@@ -115,8 +115,11 @@ def _warn_of_reshaped(counts: Counter[str], form: RowForm) -> None:
         "--form %s has no place for what changed or cut the distribution of %d of %d rows (%s): their logprobs are of "
         "that distribution, and a trainer that computes its own without it would learn from a false ratio. Train on "
         "them as demonstrations only, take --form rows, or sample without",
-        form, counts["reshaped"], counts["rows"], ", ".join(names),
-    )  # fmt: skip
+        form,
+        counts["reshaped"],
+        counts["rows"],
+        ", ".join(names),
+    )
 
 
 def _count_reshaped(turns: Sequence[Mapping[str, Any]], counts: Counter[str]) -> None:
