@@ -15,6 +15,8 @@ from typing import Any
 from unbroken.counters import Counters
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.metrics.writer import Metrics
+from unbroken.training.model.row_scores import RowScores
+from unbroken.types import TrainingSample
 
 _logger = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ class StepRollouts:
     """Of this process's rollouts and dropped rows."""
     is_trained: bool
     """Whether a process has anything to train on. If so, the trainer may use the engine's memory."""
+    score: Callable[[Sequence[TrainingSample]], list[RowScores]]
+    """`Trainer.score`, which every process calls: in the same passes it scores rows that the step needs scored
+    anyway."""
 
 
 class RunObserver:

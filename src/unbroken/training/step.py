@@ -48,7 +48,7 @@ from unbroken.training.outages import Outages
 from unbroken.training.publication import Publication
 from unbroken.training.queue import GroupCounts, GroupQueue, StepGroups
 from unbroken.training.trainer import Trainer
-from unbroken.training.untrained import compare_untrained, compare_zero_variance, explain_empty, make_empty_error
+from unbroken.training.untrained import UntrainedRows, compare_untrained, explain_empty, make_empty_error
 from unbroken.training.waits import fail_together, from_all_processes, raise_together
 from unbroken.training.warm_start import WarmStart
 from unbroken.types import TrainingSample
@@ -291,14 +291,20 @@ class StepRunner:
             with log.span("sleep"):  # what `before_update` does: an engine sleeps, and lends the trainer its memory
                 async with fail_together(trainer):
                     await self.observer.before_update()
+        untrained = UntrainedRows(trainer=trainer, rows=made.untrained, num_scored=num_scored)
         rollouts = StepRollouts(
-            step=groups.step, groups=groups.sampled, units=made.units, counters=made.counters, is_trained=is_trained
+            step=groups.step,
+            groups=groups.sampled,
+            units=made.units,
+            counters=made.counters,
+            is_trained=is_trained,
+            score=untrained.score,
         )
         with log.span("records"):
             await self.observer.on_rollouts(rollouts)
         if is_trained:
             with log.span("score"):
-                scored = await asyncio.to_thread(compare_zero_variance, trainer, made.untrained, num_scored=num_scored)
+                scored = await asyncio.to_thread(untrained.compare)
             train = partial(trainer.step, made.units)
             if self.warm_start is not None and self.warm_start.weight > 0:
                 rows = self.warm_start.take(groups.step)

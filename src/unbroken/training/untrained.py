@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from unbroken.training.config import LoopConfig
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.training.metrics.stats import mismatch_metrics
 from unbroken.training.metrics.writer import Metrics
+from unbroken.training.model.row_scores import RowScores
 from unbroken.training.trainer import Trainer
 from unbroken.types import Logprobs, TrainingSample
 
@@ -63,31 +64,55 @@ class ZeroVariance:
         }
 
 
-def compare_zero_variance(
-    trainer: Trainer, rows: Sequence[Sequence[TrainingSample]], *, num_scored: int
-) -> ZeroVariance:
-    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`, and check that they are of one policy.
+@dataclass(slots=True, kw_only=True)
+class UntrainedRows:
+    """What a process samples in a step but does not train on: some of it is scored before the update (I9).
 
-    Blocks; every process calls it. Raises as `Trainer.check_policy` does.
+    A pass of a small model takes as long for 16 rows as for 8, so rows that are scored for another reason take these
+    along:
+
+        score(8 rows of a record)    one pass of 16 rows; the scores of the first 8
+        compare()                    a pass for those that no `score` took along, and the mismatch of all
     """
-    evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
-    pairs = _score([row for of_member in evenly_spread for row in of_member], trainer)
-    num_tokens = sum(int(row.loss_mask.sum()) for of_member in rows for row in of_member)
-    everyone = trainer.from_all_processes((num_tokens, pairs))
-    seen = [pair for _, of_process in everyone for pair in of_process]
-    scored = mismatch(*(np.concatenate(side) for side in zip(*seen, strict=True))) if seen else None
-    return ZeroVariance(num_tokens=sum(of_process for of_process, _ in everyone), scored=scored)
 
+    trainer: Trainer
+    rows: Sequence[Sequence[TrainingSample]]
+    """Those of each trajectory."""
+    num_scored: int
+    """Trajectories that are scored at most, evenly spread."""
+    _scored: list[tuple[TrainingSample, Logprobs]] = field(init=False, default_factory=list)
+    _left: list[TrainingSample] = field(init=False)
+    """Rows that are not scored yet."""
 
-def _score(rows: Sequence[TrainingSample], trainer: Trainer) -> list[tuple[Logprobs, Logprobs]]:
-    """The trainer's and the sampler's logprobs of each row's loss tokens, which must be those of one policy."""
-    if not trainer.in_any_process(bool(rows)):
-        return []
-    logprobs = trainer.logprobs(rows)
-    trainer.check_policy(rows, logprobs)
-    return [
-        (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask]) for row, of_row in zip(rows, logprobs, strict=True)
-    ]
+    def __post_init__(self) -> None:
+        chosen = self.rows[:: max(1, math.ceil(len(self.rows) / self.num_scored))] if self.num_scored > 0 else []
+        self._left = [row for of_member in chosen for row in of_member]
+
+    def score(self, others: Sequence[TrainingSample]) -> list[RowScores]:
+        """Score other rows by `Trainer.score`, which every process calls, and take those of their temperature along."""
+        first = next(iter([*others, *self._left]), None)
+        beside = [row for row in self._left if first is not None and row.temperature == first.temperature]
+        scores = self.trainer.score([*others, *beside])
+        self._scored += [(row, of_row.logprobs) for row, of_row in zip(beside, scores[len(others) :], strict=True)]
+        self._left = [row for row in self._left if first is not None and row.temperature != first.temperature]
+        return scores[: len(others)]
+
+    def compare(self) -> ZeroVariance:
+        """Score what is left, and check that trainer and sampler have one policy on all that is scored.
+
+        Blocks; every process calls it, before the update. Raises as `Trainer.check_policy` does.
+        """
+        if self.trainer.in_any_process(bool(self._left)):
+            self._scored += zip(self._left, self.trainer.logprobs(self._left), strict=True)
+            self._left = []
+        if self.trainer.in_any_process(bool(self._scored)):
+            self.trainer.check_policy([row for row, _ in self._scored], [of_row for _, of_row in self._scored])
+        pairs = [(of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask]) for row, of_row in self._scored]
+        num_tokens = sum(int(row.loss_mask.sum()) for of_member in self.rows for row in of_member)
+        everyone = self.trainer.from_all_processes((num_tokens, pairs))
+        seen = [pair for _, of_process in everyone for pair in of_process]
+        scored = mismatch(*(np.concatenate(side) for side in zip(*seen, strict=True))) if seen else None
+        return ZeroVariance(num_tokens=sum(of_process for of_process, _ in everyone), scored=scored)
 
 
 def compare_untrained(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, num_scored: int) -> Metrics:
@@ -103,7 +128,7 @@ def compare_untrained(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, nu
         if trajectory.tree.rows
     ]
     rows = [of_one for of_one in rows if of_one[0].temperature == rows[0][0].temperature]  # as a pass has one
-    found = compare_zero_variance(trainer, rows, num_scored=max(num_scored, 1))
+    found = UntrainedRows(trainer=trainer, rows=rows, num_scored=max(num_scored, 1)).compare()
     return {} if found.scored is None else {**mismatch_metrics(found.scored), "mismatch/kl": found.scored.k3}
 
 

@@ -15,7 +15,7 @@ from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
-from unbroken.training.untrained import ZeroVariance, compare_zero_variance
+from unbroken.training.untrained import UntrainedRows, ZeroVariance
 
 FAILED = trajectory(None, status=TrajectoryStatus.FAILED)
 MEMBERS = [trajectory(1.0, prompt=(k, 6), completion=sampled(*range(7, 8 + k))) for k in range(5)]
@@ -40,7 +40,7 @@ def test_rewards_that_differ_by_rounding_are_one_reward_as_they_are_for_advantag
 
 
 def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):
-    found = compare_zero_variance(trainer, ROWS, num_scored=99)
+    found = UntrainedRows(trainer=trainer, rows=ROWS, num_scored=99).compare()
     rows = [row for of_member in ROWS for row in of_member]
     expected = mismatch_of_rows(rows, trainer.logprobs(rows))
     assert found.num_tokens == found.scored.num_tokens == 15
@@ -50,13 +50,13 @@ def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):
 
 @pytest.mark.parametrize(("num_scored", "num_tokens"), [(1, 1), (2, 1 + 4), (3, 1 + 3 + 5)])
 def test_some_of_them_are_scored_evenly_spread(trainer, num_scored, num_tokens):
-    found = compare_zero_variance(trainer, ROWS, num_scored=num_scored)
+    found = UntrainedRows(trainer=trainer, rows=ROWS, num_scored=num_scored).compare()
     assert found.scored.num_tokens == num_tokens
     assert found.num_tokens == 15
 
 
 def test_kl_weighs_both_parts_by_their_ids(trainer):
-    scored = compare_zero_variance(trainer, ROWS, num_scored=2).scored
+    scored = UntrainedRows(trainer=trainer, rows=ROWS, num_scored=2).compare().scored
     metrics = ZeroVariance(num_tokens=100, scored=scored).get_metrics(
         {"train/num_loss_tokens": 300, "mismatch/k3": 0.5}
     )
@@ -65,9 +65,9 @@ def test_kl_weighs_both_parts_by_their_ids(trainer):
 
 def test_without_such_rows_kl_is_that_of_the_trained_ones_and_without_a_score_it_is_none(trainer):
     trained = {"train/num_loss_tokens": 300, "mismatch/k3": 0.5}
-    nothing = compare_zero_variance(trainer, [], num_scored=8)
+    nothing = UntrainedRows(trainer=trainer, rows=[], num_scored=8).compare()
     assert (nothing.num_tokens, nothing.scored) == (0, None)
     assert nothing.get_metrics(trained)["mismatch/kl"] == 0.5
-    unscored = compare_zero_variance(trainer, ROWS, num_scored=0)
+    unscored = UntrainedRows(trainer=trainer, rows=ROWS, num_scored=0).compare()
     assert unscored.get_metrics(trained)["mismatch/kl"] is None
     assert np.isclose(unscored.get_metrics(trained)["mismatch/num_zero_variance_tokens"], 15)

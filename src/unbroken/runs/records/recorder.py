@@ -100,7 +100,7 @@ class Recorder:
         chosen = [row for member in members for _, row in member.tree.rows]
         if not rollouts.is_trained or not self.trainer.in_any_process(bool(chosen)):
             return {}
-        scores = iter(await asyncio.to_thread(self.trainer.score, chosen))
+        scores = iter(await asyncio.to_thread(rollouts.score, chosen))
         return {member.trajectory_id: [next(scores) for _ in member.tree.rows] for member in members}
 
     def _describe(
