@@ -324,6 +324,8 @@ class GroupQueue:
             self._lose_group(live, error)
             return
         if lost is None:
+            for member in group.trajectories:
+                _ = member.tree.rows  # built while others are sampled, for the step that takes the group
             self._finish(live, group)
         else:
             self._lose_group(live, lost)

@@ -384,11 +384,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         clipped_N = as_policy_loss(self.loss)(torch.from_numpy(current).to(device), batch, config.clip).clipped_N
         corrected_N = self._correct(batch, config).corrected_N
         found = []
-        parts = (torch.split(values_N, counts) for values_N in (clipped_N, corrected_N))
+        parts = (np.split(values_N.cpu().numpy(), np.cumsum(counts)[:-1]) for values_N in (clipped_N, corrected_N))
         for mask, *of_row in zip(masks, *parts, strict=True):
             arrays = [np.zeros_like(mask), np.zeros_like(mask)]
             for array, values in zip(arrays, of_row, strict=True):
-                array[mask] = values.cpu().numpy()
+                array[mask] = values
             found.append(LeftOut(*arrays))
         return found
 
