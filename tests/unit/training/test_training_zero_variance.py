@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
+from unbroken.errors import PolicyMismatchError
 from unbroken.ledger.tree import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.config import TrainerConfig
@@ -53,6 +57,41 @@ def test_some_of_them_are_scored_evenly_spread(trainer, num_scored, num_tokens):
     found = UntrainedRows(trainer=trainer, rows=ROWS, num_scored=num_scored).compare()
     assert found.scored.num_tokens == num_tokens
     assert found.num_tokens == 15
+
+
+class CountingTrainer:
+    """Counts the calls that score rows."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self.num_calls = trainer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += name in ("score", "logprobs")
+        return getattr(self._trainer, name)
+
+
+@pytest.mark.parametrize(("temperature", "num_calls"), [(1.0, 1), (0.5, 2)])
+def test_rows_that_are_scored_for_a_record_take_those_of_their_temperature_along(trainer, temperature, num_calls):
+    counting = CountingTrainer(trainer)
+    others = [replace(row, temperature=temperature) for row in (*ROWS[1], *ROWS[4])]
+    untrained = UntrainedRows(trainer=counting, rows=ROWS, num_scored=2)
+    for found, expected in zip(untrained.score(others), trainer.score(others), strict=True):
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5)
+        np.testing.assert_array_equal(found.ranks, expected.ranks)
+    alone = UntrainedRows(trainer=trainer, rows=ROWS, num_scored=2).compare()
+    together = untrained.compare()
+    assert counting.num_calls == num_calls
+    assert (together.num_tokens, together.scored.num_tokens) == (alone.num_tokens, alone.scored.num_tokens)
+    assert together.scored.k3 == pytest.approx(alone.scored.k3)
+
+
+def test_a_policy_that_is_another_is_found_whoever_scored_its_rows(trainer):
+    bounded = Trainer(trainer.backend.policy.model, TrainerConfig(max_policy_k3=1e-6))
+    for others in ([], ROWS[4]):
+        untrained = UntrainedRows(trainer=bounded, rows=ROWS, num_scored=2)
+        untrained.score(others)
+        with pytest.raises(PolicyMismatchError, match="two policies"):
+            untrained.compare()
 
 
 def test_kl_weighs_both_parts_by_their_ids(trainer):
