@@ -19,6 +19,7 @@ from support.servers import listening
 from support.vision import FAMILIES, picture, vision_tokenizer
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
+from unbroken.images.processor import ImageInputs
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.runs.config import RunConfig, TeacherConfig
@@ -62,7 +63,9 @@ async def open_one(stack: AsyncExitStack, vision: Vision, teacher: Path | str) -
     config = RunConfig(
         output=vision.folder.parent / "run", loop=LoopConfig(num_steps=1), teacher=TeacherConfig(models=models)
     )
-    found = await open_teachers(stack, config, vision.folder, context_length=4096, images=vision.images)
+    found = await open_teachers(
+        stack, config, vision.folder, context_length=4096, images=ImageInputs(processor=vision.images)
+    )
     assert found is not None
     return found
 
