@@ -26,7 +26,7 @@ class Event(StrEnum):
     """A trajectory that loses a part of its reward before it is compared."""
     TOOL_ERROR = "tool_errors"
     TEACHER_SKIP = "teacher_skips"
-    """A trajectory that its teacher does not score, because it would have other ids between its turns."""
+    """A trajectory that its teacher does not score, because with its prompt there would be other ids."""
     CUT = "cuts"
     """Text that was left out of a message because it was too long."""
     LIMIT = "limits"

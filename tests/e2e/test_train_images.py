@@ -124,6 +124,22 @@ def test_a_toml_file_trains_on_images(tmp_path, model):
     assert all(line["num_without_reward"] == 0 for line in evaluated)
 
 
+def test_a_teacher_with_a_hint_sees_the_images_of_its_row(tmp_path, model):
+    """The first row has its own prompt in the column: from the policy's own weights it is at rounding's distance."""
+    recipe, output = write_recipe(tmp_path / "recipe"), tmp_path / "run"
+    hints = ["Which is larger?", "It is noise. What is it?"]
+    data = [json.loads(line) for line in (recipe.parent / "prompts.jsonl").read_text().splitlines()]
+    rows = [{**row, "hint": hint} for row, hint in zip(data, hints, strict=False)]
+    (recipe.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    teacher = ["--algorithm=distillation", f"--teacher.models={model}", "--teacher.prompt=hint", "--data.shuffle=false"]
+    steps = ["--loop.num-steps=2", "--rollouts.problems-per-step=1"]
+    words = ["train", str(recipe), f"--output={output}", f"--model={model}", *teacher, *steps]
+    assert main(words) == 0
+    found = lines(output)
+    assert [line["teacher/token_share"] for line in found] == [1, 1]
+    assert abs(found[0]["teacher/kl"]) < 1e-4 < abs(found[1]["teacher/kl"])
+
+
 def test_an_environment_may_answer_with_images(tmp_path, model):
     (tmp_path / "recipe.toml").write_text(f'recipe = "{pictures_recipe.__file__}"\nimages = true\n')
     output = tmp_path / "run"

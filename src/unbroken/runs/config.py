@@ -184,7 +184,8 @@ class TeacherConfig:
     server's address; null for none."""
     prompt: str | None = None
     """The column with the prompt that the teacher gets instead of the policy's first one, as text or messages: with a
-    hint, or the answer; null for the policy's own. Give it where the policy shall do without the hint later."""
+    hint, or the answer; null for the policy's own. The images of the policy's prompt stay, in their order. Give it
+    where the policy shall do without the hint later."""
     top_k: int = 0
     """Learn the teacher's distribution over its `top_k` most likely ids and all others together, instead of only how
     likely it finds the sampled one: for a teacher whose choices the policy seldom samples. 0: the sampled ids."""

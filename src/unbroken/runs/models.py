@@ -225,12 +225,16 @@ def check_config_changes(source: str | Path, config: RunConfig) -> None:
         )
 
 
-def load_config(source: str | Path, settings: ModelSettings) -> Any | None:
-    """The config of a model with these settings; None if there is none: `load_model` has the error."""
+def load_config(source: str | Path, settings: ModelSettings, *, takes_images: bool = False) -> Any | None:
+    """The config of a model with these settings; None if there is none: `load_model` has the error.
+
+    With `takes_images` also None if it is one of a text model.
+    """
     try:
-        return AutoConfig.from_pretrained(locate(source), **settings.kwargs)
+        config = AutoConfig.from_pretrained(locate(source), **settings.kwargs)
     except (OSError, TypeError, ValueError):
         return None
+    return None if takes_images and type(config) not in AutoModelForImageTextToText._model_mapping else config
 
 
 def check_vocabulary(renderer: Renderer, model_config: Any) -> None:
@@ -253,11 +257,8 @@ def check_vocabulary(renderer: Renderer, model_config: Any) -> None:
 
 def _is_image_text_only(source: str | Path) -> bool:
     """Whether transformers has the model with its image part only."""
-    try:
-        kind = type(AutoConfig.from_pretrained(locate(source)))
-    except (OSError, ValueError):
-        return False  # `load_model` has the error
-    return kind in AutoModelForImageTextToText._model_mapping and kind not in AutoModelForCausalLM._model_mapping
+    config = load_config(source, _DEFAULT, takes_images=True)
+    return config is not None and type(config) not in AutoModelForCausalLM._model_mapping
 
 
 def locate(source: str | Path) -> str:

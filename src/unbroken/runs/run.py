@@ -197,7 +197,7 @@ async def open_run(config: RunConfig, task: Task, *, accelerator: Accelerator) -
             fix_rotary(policy, engine.engine.context_length)
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
         length = engine.engine.context_length
-        teachers = await open_teachers(stack, config, model, context_length=length, images=processor)
+        teachers = await open_teachers(stack, config, model, context_length=length, images=images)
         own = {"accelerator": accelerator, "images": processor, "reference": reference, "teachers": teachers}
         trainer = _make_trainer(config, engine, policy, **own)
         yield _OpenRun(

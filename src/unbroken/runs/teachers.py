@@ -7,25 +7,24 @@ teacher's, or the teacher would score another text than was sampled.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from transformers import AutoModelForImageTextToText
 
 from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import (
     EngineError,
+    ImageError,
     InvalidInputError,
     MessagesError,
     OutageError,
@@ -35,22 +34,33 @@ from unbroken.errors import (
     missing_extra,
 )
 from unbroken.exactness import fix_rotary
-from unbroken.images.processor import ImageProcessor, find_model_file, load_image_processor
+from unbroken.images.loader import find_image_parts
+from unbroken.images.processor import ImageInputs, ImageProcessor, find_model_file, load_image_processor
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
-from unbroken.messages import Message, ToolSchema, check_conversation
+from unbroken.messages import Message, ToolSchema, check_conversation, get_image_source
 from unbroken.progress import begin
-from unbroken.rendering.base import Renderer
+from unbroken.rendering.base import RenderedPrompt, Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loader import find_other_token, load_tokenizer
 from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
 from unbroken.runs.config import ModelSettings, Precision, RunConfig, TeacherConfig, is_address, read_key
 from unbroken.runs.models import load_config, load_model, load_model_renderer, locate
-from unbroken.runs.prompts.dataset import read_prompt
+from unbroken.runs.prompts.dataset import read_messages, read_prompt
+from unbroken.runs.prompts.images import place_images
 from unbroken.training.model.pretrained import ADAPTER_CONFIG
 from unbroken.training.teachers import RowScorer, Teachers, TeacherTask
-from unbroken.types import Logprobs, ScoredSequence, TokenIds, TopLogprobs, TrainingSample, token_ids
+from unbroken.types import (
+    EncodedImage,
+    ImageSpan,
+    Logprobs,
+    ScoredSequence,
+    TokenIds,
+    TopLogprobs,
+    TrainingSample,
+    token_ids,
+)
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
 if TYPE_CHECKING:
@@ -70,12 +80,12 @@ async def open_teachers(
     source: str | Path,
     *,
     context_length: int,
-    images: ImageProcessor | None = None,
+    images: ImageInputs | None = None,
 ) -> Teachers | None:
     """Load the teachers of a run whose policy is `source`, or connect to them until the stack is closed; None without.
 
-    `context_length` is that of the engine, which the policy's rotary factors are fixed for too; `images` is the
-    policy's image processor, if it takes images.
+    `context_length` is that of the engine, which the policy's rotary factors are fixed for too; `images` is how the
+    policy takes images, if it does.
 
     Raises:
         InvalidInputError: there is no such model, it has another tokenizer or image processor, or it is an adapter of
@@ -84,20 +94,16 @@ async def open_teachers(
     """
     if config.teacher is None:
         return None
-    if images is not None and config.teacher.prompt is not None:
-        raise InvalidInputError(
-            f"images must be false with teacher.prompt {config.teacher.prompt!r}, whose prompts are read without images"
-        )
-    tokenizer = load_tokenizer(str(source))
+    tokenizer, processor = load_tokenizer(str(source)), None if images is None else images.processor
     models: dict[str, Any] = {}
     for name, model in zip(config.teacher.names, config.teacher.models, strict=True):
         begin(f"opening the teacher {name}")
         if is_address(model):
-            served = await asyncio.to_thread(partial(_ServedTeacher.open, model, config, tokenizer, images))
+            served = await asyncio.to_thread(partial(_ServedTeacher.open, model, config, tokenizer, processor))
             stack.push_async_callback(asyncio.to_thread, served.close)
             models[name] = served
         else:
-            models[name] = _load(str(model), config, source, tokenizer, images)
+            models[name] = _load(str(model), config, source, tokenizer, processor)
             fix_rotary(models[name], context_length)
     top_k = config.teacher.top_k
     if config.teacher.column is None and config.teacher.prompt is None:
@@ -105,7 +111,8 @@ async def open_teachers(
     contexts = None
     if config.teacher.prompt is not None:
         max_ids = {name: _find_max_ids(each) for name, each in models.items()}
-        contexts = _Contexts(load_model_renderer(source, config.renderer, config.rollouts.sampling), max_ids)
+        renderer = load_model_renderer(source, config.renderer, config.rollouts.sampling, images=images)
+        contexts = _Contexts(renderer, max_ids)
     return Teachers(models=models, choose=partial(_choose, config.teacher, tuple(models), contexts), top_k=top_k)
 
 
@@ -174,7 +181,7 @@ def _describe_images(model: str) -> str | None:
     except InvalidInputError as error:
         raise InvalidInputError(f"teacher.models must take images as the policy does: {error}") from None
     # A text model's folder may have its family's processor, and no vision tower.
-    has_tower = type(load_config(model, ModelSettings())) in AutoModelForImageTextToText._model_mapping
+    has_tower = load_config(model, ModelSettings(), takes_images=True) is not None
     return processor.description if processor is not None and has_tower else None
 
 
@@ -202,12 +209,36 @@ class _Gap(StrEnum):
     """A prompt of its own did not continue the turn before, or its messages were replaced."""
     OTHER_TOOLS = "other_tools"
     """It had other tools than the first rollout of its group, whose tools the teacher's prompt shows."""
+    OTHER_IMAGES = "other_images"
+    """It began with other images than the first rollout of its group, whose images the teacher's prompt shows."""
+    OTHER_PROMPT = "other_prompt"
+    """Its own first messages are other ids by the run's template: its agent asked with options of its own."""
     NO_BRIDGE = "no_bridge"
     """After the teacher's prompt there is no bridge: its next prompt would not begin with the ids so far."""
     OTHER_IDS = "other_ids"
     """After the teacher's prompt there would be other ids between two turns, as where a template repeats a text."""
     TOO_LONG = "too_long"
     """After the teacher's prompt the last turn would end beyond the teacher's context."""
+
+
+class _Given(NamedTuple):
+    """What a rollout was given before a turn: of the first turn its prompt."""
+
+    messages: Sequence[Message]
+    token_ids: TokenIds
+    images: tuple[ImageSpan, ...]
+    """Offsets count from the first of these ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opening:
+    """How the teacher's conversation begins, in the place of what rollouts were given before their first turn."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+    images: Sequence[EncodedImage]
+    """Of the rollouts, and so of its messages."""
+    prompt: RenderedPrompt
 
 
 class _Contexts:
@@ -219,7 +250,8 @@ class _Contexts:
         the teacher    hint Q | said | tool reply | said   the teacher's    6 1 2 3 | 7 8 | ? ? | 9
 
     What is sampled is the same. `? ?` is what the renderer's bridge has after the teacher's messages; the rollout is
-    scored only if that is 4 5.
+    scored only if that is 4 5, with the same images in it. And only if this renderer makes 1 2 3 of Q: a gateway may
+    have rendered it with options that an agent asked for, and then 6 1 2 3 is what nobody would have sampled from.
     """
 
     def __init__(self, renderer: Renderer, max_ids: Mapping[str, int | None]) -> None:
@@ -231,53 +263,69 @@ class _Contexts:
 
     def make_task(self, teacher: str, cell: Any, group: TrajectoryGroup) -> TeacherTask:
         """The task of a group, from the cell of the prompt's column."""
-        messages = _read_messages(cell)
         spoken = [each for each in group.trajectories if each.num_sampled]
-        if any(each.conversations is not None for each in spoken):
-            raise InvalidInputError(
-                "teacher.prompt must be left out with agents and sessions, whose first messages are their own"
-            )
-        tools = spoken[0].tools if spoken else ()
-        try:
-            prompt_ids = self._renderer.render(messages, tools=tools).token_ids
-        except (MessagesError, TemplateError) as error:
-            raise InvalidInputError(f"teacher.prompt of group {group.group_id} cannot be rendered: {error}") from error
+        if not spoken:
+            return TeacherTask(teacher=teacher)  # of no row
+        opening = self._open(cell, spoken[0], group=group.group_id)
         unproven: dict[str, str] = {}
         for each in spoken:
-            gap = self._find_gap(each, messages, prompt_ids, tools, max_ids=self._max_ids[teacher])
+            gap = self._find_gap(each, opening, max_ids=self._max_ids[teacher])
             if gap is not None:
                 unproven[each.trajectory_id] = gap
                 self._warn(gap, each.trajectory_id)
-        return TeacherTask(teacher=teacher, prompt_ids=prompt_ids, unproven=unproven)
+        prompt = opening.prompt
+        return TeacherTask(teacher=teacher, prompt_ids=prompt.token_ids, prompt_images=prompt.images, unproven=unproven)
 
-    def _find_gap(
-        self,
-        trajectory: Trajectory,
-        messages: Sequence[Message],
-        prompt_ids: TokenIds,
-        tools: Sequence[ToolSchema],
-        *,
-        max_ids: int | None,
+    def _open(self, cell: Any, first: Trajectory, *, group: str) -> _Opening:
+        """The teacher's prompt, with the tools and the images of the first rollout of a group."""
+        images = _find_first_images(first)
+        try:
+            messages = _read_messages(cell, images)
+            prompt = self._renderer.render(messages, tools=first.tools)
+        except (MessagesError, ImageError, TemplateError) as error:
+            raise InvalidInputError(f"teacher.prompt of group {group} cannot be rendered: {error}") from error
+        return _Opening(messages=messages, tools=first.tools, images=images, prompt=prompt)
+
+    def _find_gap(self, trajectory: Trajectory, opening: _Opening, *, max_ids: int | None) -> _Gap | None:
+        """Compare what a rollout was given with what this renderer makes of its messages, and of the teacher's."""
+        if trajectory.tools != opening.tools:
+            return _Gap.OTHER_TOOLS
+        if _find_first_images(trajectory) != opening.images:
+            return _Gap.OTHER_IMAGES
+        given = _split(trajectory)
+        if given is None:
+            return _Gap.FORKED
+        if not self._makes_prompt(given[0], trajectory.tools):
+            return _Gap.OTHER_PROMPT
+        return self._compare_bridges(trajectory.turns, given, opening, max_ids=max_ids)
+
+    def _makes_prompt(self, given: _Given, tools: Sequence[ToolSchema]) -> bool:
+        """Whether this renderer makes a rollout's own first prompt of its messages."""
+        try:
+            own = self._renderer.render(given.messages, tools=tools)
+        except (MessagesError, ImageError, TemplateError):
+            return False
+        return np.array_equal(own.token_ids, given.token_ids) and own.images == given.images
+
+    def _compare_bridges(
+        self, turns: Sequence[Turn], given: Sequence[_Given], opening: _Opening, *, max_ids: int | None
     ) -> _Gap | None:
         """Render the teacher's conversation turn by turn, and compare what is between the turns."""
-        if trajectory.tools != tools:
-            return _Gap.OTHER_TOOLS
-        between = _split(trajectory)
-        if between is None:
-            return _Gap.FORKED
         tree = TokenTree()
         prompts = PromptBuilder(self._renderer, tree)
-        position = tree.add_given(prompt_ids, Origin.PROMPT, parent=None)
-        earlier, last = list(messages), None
-        for (new, own_ids), turn in zip(between, trajectory.turns, strict=True):
+        first = opening.prompt
+        position = tree.add_given(first.token_ids, Origin.PROMPT, parent=None, images=first.images)
+        earlier, last = list(opening.messages), None
+        for own, turn in zip(given, turns, strict=True):
             if last is not None:
-                prompt = _continue(partial(prompts.extend, last, new, earlier=earlier, tools=tools))
+                prompt = _continue(partial(prompts.extend, last, own.messages, earlier=earlier, tools=opening.tools))
                 if prompt is None:
                     return _Gap.NO_BRIDGE
-                if not np.array_equal(prompt.given.token_ids, own_ids):
+                made = prompt.given
+                if not np.array_equal(made.token_ids, own.token_ids) or made.images != own.images:
                     return _Gap.OTHER_IDS
-                position = attach_given(tree, last.end, prompt.given)
-                earlier += [last.message, *new]
+                position = attach_given(tree, last.end, made)
+                earlier += [last.message, *own.messages]
             last = replace(turn, prompt_end=position, end=tree.add_sampled(turn.sequence, parent=position))
         is_long = max_ids is not None and last is not None and len(tree.token_ids(last.end)) > max_ids
         return _Gap.TOO_LONG if is_long else None
@@ -299,52 +347,79 @@ def _continue(extend: Callable[[], Prompt]) -> Prompt | None:
     """The prompt, if a bridge makes it; None if it was rendered anew, which may fail too."""
     try:
         prompt = extend()
-    except (MessagesError, TemplateError):
+    except (MessagesError, ImageError, TemplateError):
         return None
     return None if prompt.continued is None else prompt
 
 
-def _split(trajectory: Trajectory) -> list[tuple[Sequence[Message], TokenIds]] | None:
-    """Of each turn the messages and the ids between it and the turn before it, of the first none; None if a prompt does
-    not continue the turn before, or the messages no longer have all turns, or the turns not all that was sampled.
+def _find_first_images(trajectory: Trajectory) -> list[EncodedImage]:
+    """The images before the first turn, in order."""
+    ends = [turn.prompt_end for turn in trajectory.turns[:1]]
+    return [span.image for end in ends for span in trajectory.tree.images(end)]
+
+
+def _split(trajectory: Trajectory) -> list[_Given] | None:
+    """What was given before each turn; None if a prompt does not continue the turn before, or the messages no longer
+    have all turns, or the turns not all that was sampled.
     """
     num_sampled = sum(len(turn.sequence.completion_ids) - turn.sequence.num_given for turn in trajectory.turns)
-    if num_sampled != trajectory.num_sampled:
+    # Those of a session are all messages, also of sub-agents: a file of rollouts has no others, and verify reads it.
+    sessions = trajectory.conversations
+    messages: Sequence[Any] = trajectory.messages if sessions is None else sessions.messages
+    places = _find_replies(messages, trajectory.turns)
+    if num_sampled != trajectory.num_sampled or places is None:
         return None
-    if len(trajectory.turns) == 1:  # nothing is between turns, whatever became of the messages afterwards
-        return [((), token_ids([]))]
-    if (places := _find_replies(trajectory)) is None:
-        return None
-    between: list[tuple[Sequence[Message], TokenIds]] = [((), token_ids([]))]
-    for k, (before, turn) in enumerate(itertools.pairwise(trajectory.turns)):
-        so_far, prompt = trajectory.tree.token_ids(before.end), trajectory.tree.token_ids(turn.prompt_end)
-        if not np.array_equal(prompt[: len(so_far)], so_far):
+    found: list[_Given] = []
+    so_far, start, tree = token_ids([]), 0, trajectory.tree
+    for place, turn in zip(places, trajectory.turns, strict=True):
+        prompt, num_ids = tree.token_ids(turn.prompt_end), len(so_far)
+        if not np.array_equal(prompt[:num_ids], so_far):
             return None
-        between.append((trajectory.messages[places[k] + 1 : places[k + 1]], prompt[len(so_far) :]))
-    return between
+        later = (span for span in tree.images(turn.prompt_end) if span.offset >= num_ids)
+        images = tuple(replace(span, offset=span.offset - num_ids) for span in later)
+        found.append(_Given(messages[start:place], prompt[num_ids:], images))
+        so_far, start = tree.token_ids(turn.end), place + 1
+    return found
 
 
-def _find_replies(trajectory: Trajectory) -> list[int] | None:
+def _find_replies(messages: Sequence[Message], turns: Sequence[Turn]) -> list[int] | None:
     """Where in the messages the turns are; None if one is not there. From the end: the first messages may have examples
     of replies.
     """
-    places = [len(trajectory.messages)]
-    for turn in reversed(trajectory.turns):
+    places = [len(messages)]
+    for turn in reversed(turns):
         earlier = range(places[0] - 1, -1, -1)
-        if (place := next((k for k in earlier if trajectory.messages[k] == turn.message), None)) is None:
+        if (place := next((k for k in earlier if messages[k] == turn.message), None)) is None:
             return None
         places.insert(0, place)
     return places[:-1]
 
 
-def _read_messages(cell: Any) -> list[Message]:
-    """The messages of a cell of the column of `teacher.prompt`."""
-    prompt = read_prompt(cell)
+def _read_messages(cell: Any, images: Sequence[EncodedImage]) -> list[Message]:
+    """The messages of a cell of the column of `teacher.prompt`, with these images in their places.
+
+    Without places, they come first in the first user message, as those of a data set's column of images do.
+    """
+    prompt, place = read_prompt(cell), "a cell of the column of teacher.prompt"
     if not isinstance(prompt, (str, list)):
-        raise MessagesError(f"a cell of the column of teacher.prompt must be text or messages, got {prompt!r}")
-    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    check_conversation(messages)
-    return list(messages)
+        raise MessagesError(f"{place} must be text or messages, got {prompt!r}")
+    messages: list[Any] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt, place=place)
+    )
+    parts = find_image_parts(messages)
+    if own := [name for name, part in parts if get_image_source(part) is not None]:
+        raise MessagesError(
+            f'{place} must have places for images, {{"type": "image"}}, which get those of the policy\'s prompt, got '
+            f"an image of its own in {own[0]}"
+        )
+    if parts and len(parts) != len(images):
+        raise MessagesError(
+            f"{place} must have no places for images, or one for each of the {len(images)} of the policy's prompt, "
+            f"got {len(parts)}"
+        )
+    placed = place_images(messages, images, folder=None, place=place)
+    check_conversation(placed)
+    return placed
 
 
 def _choose(

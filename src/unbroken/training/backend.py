@@ -208,10 +208,6 @@ class TrainerBackend:
             row = f"samples[{index}]"
             if not sample.sampled_mask.any():
                 raise InvalidInputError(f"{row} has no sampled id: omit the row")
-            if sample.images and self._images is None:
-                raise InvalidInputError(
-                    f"{row} has {len(sample.images)} images: give the trainer the model's image processor as `images`"
-                )
             if sample.temperature != samples[0].temperature:
                 raise InvalidInputError(
                     f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
@@ -222,10 +218,17 @@ class TrainerBackend:
                 check_plain(sample, whose="a teacher's most likely ids (top_k)")
             if sample.sampled_mask[0]:
                 raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
-            if self._images is not None:
-                self._images.check(sample, name=row)
+            self._check_images(sample, row)
         if self._routers is not None:
             check_experts(samples, self._routers)
+
+    def _check_images(self, sample: TrainingSample, row: str) -> None:
+        if self._images is not None:
+            self._images.check(sample, name=row)
+        elif sample.images:
+            raise InvalidInputError(
+                f"{row} has {len(sample.images)} images: give the trainer the model's image processor as `images`"
+            )
 
     def _check_ids(self, sample: TrainingSample, row: str) -> None:
         largest = {
@@ -256,13 +259,17 @@ class TrainerBackend:
         sampled id, [S, num_top]. Every process calls it, also without rows.
 
         Raises:
-            InvalidInputError: a teacher has no embedding for an id, or no place for a row.
+            InvalidInputError: a teacher has no embedding for an id, or no place for a row; or of a prompt of its own an
+                image is missing.
+            InvariantError: its prompt has other ids for an image than the processor makes.
             EngineError: one that is elsewhere does not answer.
             TrainingError: another process raised one of these.
         """
         scored: dict[str, list[tuple[Logprobs, TopLogprobs | None]]] = {}
         with self.fail_together():
             for name, teacher in self._teachers.items():
+                for index, row in enumerate(rows[name]):
+                    self._check_images(row, f"row {index} of teacher {name!r}")
                 if isinstance(teacher, PolicyLogprobs):
                     limit = DecoderConfig(teacher.causal.config).max_positions
                     check_teacher_rows(

@@ -7,7 +7,7 @@ A teacher sees a row's own ids, or another prompt before the same completion. Wo
     row of the teacher      token_ids 9 1 2 3 7 8    sampled_mask - - - - x x    its logprobs of 7 8 are the row's
 
 After a second turn, 1 2 3 7 8 4 5 6, the ids 4 5 between the turns are the teacher's too only if its own conversation,
-rendered as the policy's was, has the same there.
+rendered as the policy's was, has the same there. Images are those of the teacher's prompt, and then the row's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.sums import Sums
-from unbroken.types import NO_VERSION, Logprobs, TokenIds, TopLogprobs, TrainingSample
+from unbroken.types import (
+    NO_VERSION,
+    ImageSpan,
+    Logprobs,
+    TokenIds,
+    TopLogprobs,
+    TrainingSample,
+    find_misplaced_span,
+)
 
 
 @runtime_checkable
@@ -49,10 +57,17 @@ class TeacherTask:
     """Its name."""
     prompt_ids: TokenIds | None = None
     """What the teacher sees in the place of the first prompt; None: the prompt itself."""
+    prompt_images: tuple[ImageSpan, ...] = ()
+    """The images in `prompt_ids`, in order."""
     unproven: Mapping[str, str] | None = None
     """By the id of a trajectory, why not all of its ids after the first prompt are those of the teacher's conversation:
     it is not scored, and counted by that. Of all others they were compared. None: nobody has compared them, so that
     rows with given ids after the first sampled one are refused."""
+
+    def __post_init__(self) -> None:
+        num_ids = 0 if self.prompt_ids is None else len(self.prompt_ids)
+        if (problem := find_misplaced_span(self.prompt_images, num_ids, of="prompt_ids")) is not None:
+            raise InvalidInputError(f"TeacherTask.prompt_images must be in prompt_ids: {problem}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +150,8 @@ def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
 
     Raises:
         InvalidInputError: the row has another prompt, and ids between its turns, which were rendered after the policy's
-            prompt, and nobody has compared them with the teacher's (`TeacherTask.unproven`). Or it has images.
+            prompt, and nobody has compared them with the teacher's (`TeacherTask.unproven`). Or it was sampled from
+            another distribution than the model's own.
     """
     if task.prompt_ids is None:
         return row
@@ -145,10 +161,9 @@ def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
             f"a teacher with its own prompt must have rows of one turn, or TeacherTask.unproven, got one with given "
             f"ids among its {len(row.token_ids) - start} from the first sampled one on"
         )
-    if row.images or row.kept_ids is not None or row.controls:
-        what = "images" if row.images else "controls" if row.controls else "kept_ids"
-        raise InvalidInputError(f"a teacher with its own prompt must have rows without {what}, and one has some")
+    check_plain(row, whose="a teacher with its own prompt")
     length = len(task.prompt_ids)
+    later = (replace(span, offset=span.offset - start + length) for span in row.images if span.offset >= start)
 
     def move(values: NDArray[Any], given: float) -> NDArray[Any]:
         return np.concatenate([np.full(length, given, dtype=values.dtype), values[start:]])
@@ -161,6 +176,7 @@ def make_teacher_row(row: TrainingSample, task: TeacherTask) -> TrainingSample:
         rollout_logprobs=move(row.rollout_logprobs, np.nan),
         policy_versions=move(row.policy_versions, NO_VERSION),
         advantages=move(row.advantages, 0),
+        images=(*task.prompt_images, *later),
         routed_experts=None,
     )
 

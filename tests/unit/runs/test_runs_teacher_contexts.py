@@ -10,18 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from support import templates
+from support.gateways import CALL, TOOLS, ask, result, running_gateway
 from support.scripted_env import ScriptedEnv
 from support.served import save_tiny_model
 from support.servers import encode, scripted_engine, server_tokenizer
 from unbroken.cli import main
+from unbroken.client import AsyncClient
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.tree import export_samples
 from unbroken.messages import Message
 from unbroken.rendering.base import Renderer
+from unbroken.rollout.agents.runner import run_agent_group
+from unbroken.rollout.agents.session import Agent, AgentSession
 from unbroken.rollout.env import Continue, Env, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
@@ -32,14 +37,20 @@ from unbroken.runs.config import RendererConfig, RunConfig, TeacherConfig
 from unbroken.runs.models import load_model_renderer
 from unbroken.runs.python_files import ModelName
 from unbroken.runs.teachers import open_teachers
+from unbroken.server.process import host_app
 from unbroken.training.config import LoopConfig
 from unbroken.training.teachers import TeacherTask, make_teacher_row
-from unbroken.types import SamplingParams, TrainingSample
+from unbroken.types import SamplingParams, TokenIds, TrainingSample
 
 QUESTION: list[Message] = [{"role": "user", "content": "1 + 1?"}]
 HINT: list[Message] = [{"role": "system", "content": "It is 2."}, *QUESTION]
 AGAIN = Continue(messages=[{"role": "user", "content": "Sure?"}])
 REPLIES = ("Two.<|im_end|>", "Yes, 2.<|im_end|>", "Yes.<|im_end|>")
+ONE_QUESTION = (
+    "{%- if messages[0].role == 'system' and messages | selectattr('role', 'equalto', 'user') | list | length > 1 -%}"
+    + ("{{- raise_exception('one question, please') -}}{%- endif -%}" + templates.CHATML)
+)
+"""Takes no second question after a system message."""
 REPEATS_TEXT = templates.chatml_with(
     after_turn="{{- '<|im_start|>system\\n' ~ messages[0].content ~ '<|im_end|>\\n' -}}"
 )
@@ -55,6 +66,7 @@ def save_model(folder: Path, template: str) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     named = {"plain": templates.CHATML, "thinking": templates.QWEN_THINKING, "repeats": REPEATS_TEXT}
+    named |= {"one": ONE_QUESTION}
     folder = tmp_path_factory.mktemp("contexts")
     return {name: save_model(folder / name, template) for name, template in named.items()}
 
@@ -184,6 +196,97 @@ async def test_a_rollout_that_forked_is_not_scored(folders):
     assert (await find_task(folders["plain"], *members)).unproven == {"a": "forked"}
 
 
+async def test_a_rollout_that_the_teachers_template_does_not_continue_is_not_scored(folders):
+    renderer = load_renderer(folders["one"])
+    members = [await play(renderer, ScriptedEnv([AGAIN] * k, messages=QUESTION), name) for k, name in enumerate("ab")]
+    task = await find_task(folders["one"], *members)
+    assert task.unproven == {"b": "no_bridge"}
+    check_row(*make_row(members[0], task))
+    assert (await find_task(folders["one"], *members, hint="It is 2. 1 + 1?")).unproven == {}
+
+
+async def test_a_rollout_with_other_tools_than_its_group_is_not_scored(folders):
+    renderer = load_renderer(folders["thinking"])
+    envs = (ToolEnv(QUESTION, [add], no_reward), ScriptedEnv(messages=QUESTION), ToolEnv(QUESTION, [add], no_reward))
+    members = [await play(renderer, env, name) for env, name in zip(envs, "abc", strict=True)]
+    task = await find_task(folders["thinking"], *members)
+    assert task.unproven == {"b": "other_tools"}
+    check_row(*make_row(members[2], task))
+
+
+async def attempt(folder: Path, agent: Agent, number: int) -> tuple[Trajectory, ...]:
+    """Attempts of an agent whose model calls a tool until it has its result."""
+
+    def reply(prompt_ids: TokenIds) -> list[int]:
+        return encode(REPLIES[0] if "tool_response" in server_tokenizer().decode(prompt_ids) else CALL)
+
+    engine = scripted_engine(reply, allow_forks=True)
+    async with (
+        running_gateway(engine, folder) as gateway,
+        host_app(gateway.app) as url,
+        AsyncClient(url) as client,
+    ):
+        group = await run_agent_group(
+            agent,
+            number,
+            gateway=client.sessions,
+            task={},
+            sampling=SamplingParams(max_tokens=60),
+            limits=Limits(),
+            group_id="0",
+        )
+    assert [each.error for each in group.trajectories] == [None] * number
+    return group.trajectories
+
+
+async def chat(session: AgentSession, messages: Sequence[Any], **fields: Any) -> Any:
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(base_url=session.anthropic_base_url, headers=headers) as client:
+        return await ask(client, messages, **fields)
+
+
+async def look(session: AgentSession, **fields: Any) -> float:
+    """Ask, as an agent with its own system message, and answer the call."""
+    begin = [{"role": "system", "content": "You look."}, *QUESTION]
+    called = await chat(session, begin, **fields)
+    await chat(session, [*begin, called, result(called)], **fields)
+    return 1.0
+
+
+async def test_the_prompt_stands_for_the_messages_with_which_an_agent_begins(folders, tmp_path):
+    trajectory, other = await attempt(tmp_path, look, 2)
+    task = await find_task(folders["thinking"], trajectory, other)
+    assert task.unproven == {}
+    row, own = make_row(trajectory, task)
+    check_row(row, own)
+    conversation = [*HINT, *trajectory.messages[2:]]
+    renderer = load_renderer(folders["thinking"])
+    assert own.token_ids.tolist() == renderer.render_ids(conversation, tools=TOOLS)[: len(own.token_ids)].tolist()
+    texts = [server_tokenizer().decode(each.token_ids) for each in (row, own)]
+    assert [("You look." in text, "It is 2." in text, "17" in text) for text in texts] == [
+        (True, False, True),
+        (False, True, True),
+    ]
+    same = await find_task(folders["thinking"], trajectory, hint=list(trajectory.messages[:2]))
+    assert all(
+        np.array_equal(getattr(row, name), getattr(make_row(trajectory, same)[1], name), equal_nan=True)
+        for name in ("token_ids", "sampled_mask", "loss_mask", "rollout_logprobs", "policy_versions", "advantages")
+    )
+
+
+async def test_attempts_that_begin_anew_or_with_options_of_their_own_are_not_scored(folders, tmp_path):
+    async def behave(session: AgentSession) -> float:
+        kind = int(session.trajectory_id[-1])
+        if kind == 1:
+            await chat(session, [{"role": "user", "content": "A title?"}])
+        return await look(session, **({"chat_template_kwargs": {"enable_thinking": False}} if kind == 2 else {}))
+
+    members = await attempt(tmp_path, behave, 3)
+    task = await find_task(folders["thinking"], *members)
+    assert task.unproven == {"0/1": "forked", "0/2": "other_prompt"}
+    check_row(*make_row(members[0], task))
+
+
 async def test_nobody_scores_several_turns_that_were_not_compared(folders):
     renderer = load_renderer(folders["plain"])
     trajectory = await play(renderer, ScriptedEnv([AGAIN], messages=QUESTION), "a")
@@ -223,22 +326,42 @@ class Twice:
 """
 
 
-def test_a_run_of_two_turns_with_a_hint_is_verified(folders, tmp_path):
-    (tmp_path / "twice.py").write_text(ENVIRONMENT)
-    rows = [{"prompt": f"{k} + 1?", "hint": f"It is {k + 1}. {k} + 1?"} for k in range(2)]
+AGENT = """
+import httpx
+
+
+async def ask_twice(session):
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": session.task["prompt"]}]
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer " + session.api_key}) as client:
+        for _ in range(2):
+            answer = await client.post(session.openai_base_url + "/chat/completions", json={"messages": messages})
+            assert answer.status_code == 200, answer.text
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize("who", ["environment", "agent"])
+def test_a_run_of_two_turns_with_a_hint_is_verified(folders, tmp_path, who):
+    """In two steps of one row each: with its own prompt and weights in the column, the policy is at no distance."""
+    (tmp_path / "twice.py").write_text(ENVIRONMENT + AGENT)
+    first = {"environment": [], "agent": [{"role": "system", "content": "Add."}]}[who]
+    rows = [{"prompt": "0 + 1?", "hint": json.dumps([*first, {"role": "user", "content": "0 + 1?"}])}]
+    rows += [{"prompt": "1 + 1?", "hint": "It is 2. 1 + 1?"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     recipe = tmp_path / "recipe.toml"
+    named = {"environment": 'environment = "twice.py:Twice"', "agent": 'agent.function = "twice.py:ask_twice"'}[who]
     recipe.write_text(
         f'model = "{folders["plain"]}"\nalgorithm = "distillation"\ndata.file = "rows.jsonl"\n'
-        f'environment = "twice.py:Twice"\nteacher = {{models = ["{folders["plain"]}"], prompt = "hint"}}\n'
+        f'{named}\ndata.shuffle = false\nteacher = {{models = ["{folders["plain"]}"], prompt = "hint"}}\n'
         'trainer.numerics = "exact"\n'
-        "rollouts = {problems_per_step = 2, group_size = 1, sampling = {max_tokens = 6}, limits = {max_turns = 2}}\n"
-        "loop.num_steps = 1\n"
+        "rollouts = {problems_per_step = 1, group_size = 1, sampling = {max_tokens = 6}, limits = {max_turns = 2}}\n"
+        "loop.num_steps = 2\n"
     )
     assert main(["train", "--preflight=false", str(recipe), f"--output={tmp_path / 'run'}"]) == 0
-    (line,) = (tmp_path / "run" / "metrics" / "metrics.jsonl").read_text().splitlines()
-    metrics = json.loads(line)
-    assert metrics["teacher/token_share"] == 1
-    assert metrics["teacher/kl"] != 0
-    assert metrics["counters/teacher_skips"] == 0
+    lines = (tmp_path / "run" / "metrics" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [each["teacher/token_share"] for each in found] == [1, 1]
+    assert found[0]["teacher/kl"] == 0 != found[1]["teacher/kl"]
+    assert [each["counters/teacher_skips"] for each in found] == [0, 0]
     assert main(["verify", str(tmp_path / "run")]) == 0

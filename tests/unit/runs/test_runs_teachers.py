@@ -243,13 +243,14 @@ def test_what_a_teacher_cannot_score_exactly_is_refused_by_name(settings, words)
         build(section_of(RunConfig), {"output": Path("run"), "loop.num_steps": 1, **values})
 
 
-def test_a_teachers_prompt_is_for_rows_of_data_that_no_agent_begins(folder):
+def test_a_teachers_prompt_is_for_rows_of_data(folder):
     given = {"output": folder / "run", "loop.num_steps": 1, "model": ModelName(folder / "policy")}
     given |= {"data.file": folder / "rows.jsonl", "teacher.models": (ModelName("a"),), "teacher.prompt": "hint"}
-    with pytest.raises(InvalidInputError, match=r"agent must be left out with teacher\.prompt"):
-        build(section_of(Config), {**given, "agent.function": "a.py:Agent"})
     without = {name: value for name, value in given.items() if name != "data.file"}
-    with pytest.raises(InvalidInputError, match=r"data\.file must be given with teacher\.prompt"):
-        build(section_of(Config), {**without, "environment": "a.py:Env"})
+    for environment in ("a.py:Env", "verifiers:letters"):  # the second has agents, and rows of its own
+        with pytest.raises(InvalidInputError, match=r"data\.file must be given with teacher\.prompt"):
+            build(section_of(Config), {**without, "environment": environment})
+    with pytest.raises(InvalidInputError, match=r"data\.system must be left out with teacher\.prompt"):
+        build(section_of(Config), {**given, "data.system": "Add.", "environment": "a.py:Env"})
     with pytest.raises(InvalidInputError, match="rewards must hold at least one function"):
         build(section_of(Config), given)

@@ -169,10 +169,6 @@ class Config(RunConfig):
                 check_model_folder(model, name="teacher.models")
         if (column := self.teacher.prompt) is None:
             return
-        if self.agent:
-            raise InvalidInputError(
-                f"agent must be left out with teacher.prompt {column!r}: the first messages of an agent are its own"
-            )
         if self.data is None:
             raise InvalidInputError(f"data.file must be given with teacher.prompt {column!r}, a column of it, got none")
         if self.data.system is not None:
