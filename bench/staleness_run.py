@@ -22,7 +22,7 @@ import torch
 from unbroken.cli import main as unbroken
 from unbroken.demo import lookup
 from unbroken.demo.config import WarmUpConfig
-from unbroken.demo.model import write_warm_model
+from unbroken.demo.warm import write_warm_model
 from unbroken.runs import engines
 from unbroken.runs.config import RunConfig
 from unbroken.training.config import LoopConfig

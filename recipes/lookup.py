@@ -2,9 +2,9 @@
 
     unbroken train recipes/lookup.py --algorithm rloo --seed 1 --output runs/lookup-rloo-1
 
-A tiny model is warmed up until it solves about half of the tasks, then trained. `unbroken demo` is this run with a
-report. The task, its tool and its environment are in `src/unbroken/demo/lookup.py`. The same through a server with
-vLLM: `unbroken train recipes/lookup_through_server.toml`.
+A tiny model that was warmed up until it solves about half of the tasks is trained: with seed 0 the one in the package,
+otherwise it is made first. `unbroken demo` is this run with a report. The task, its tool and its environment are in
+`src/unbroken/demo/lookup.py`. The same through a server with vLLM: `unbroken train recipes/lookup_through_server.toml`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import lookup_problems
+from unbroken.demo.warm import write_warm_model
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.recipe import Task
 
@@ -32,9 +33,7 @@ class Config(LookupConfig):
 
 
 async def make_task(config: Config) -> Task:
-    """Warm up a model, unless the run has one already, to be trained on lookups."""
-    from unbroken.demo.model import write_warm_model  # with torch: once the settings are known to be right
-
+    """Write a warm model, unless the run has one already, to be trained on lookups."""
     model = config.model or config.output / "model"
     with main_process_first():
         if not model.exists():

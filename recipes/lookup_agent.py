@@ -19,6 +19,7 @@ from typing import Any
 
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import LookupTask, lookup_tool, style_of
+from unbroken.demo.warm import write_warm_model
 from unbroken.rollout.agents.session import AgentSession, AgentTask
 from unbroken.runs.collector import Problems
 from unbroken.runs.processes import main_process_first
@@ -67,9 +68,7 @@ def lookup_attempts(name: str, seed: int) -> Problems:
 
 
 async def make_task(config: Config) -> Task:
-    """Warm up a model, unless the run has one already, to be trained on lookups."""
-    from unbroken.demo.model import write_warm_model  # with torch: once the settings are known to be right
-
+    """Write a warm model, unless the run has one already, to be trained on lookups."""
     model = config.model or config.output / "model"
     with main_process_first():
         if not model.exists():

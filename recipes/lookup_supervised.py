@@ -18,6 +18,7 @@ from typing import Any
 
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import LookupTask, answer_text, lookup_problems, tool_schemas
+from unbroken.demo.warm import write_warm_model
 from unbroken.reports import write_file
 from unbroken.runs.config import WarmStartConfig
 from unbroken.runs.processes import main_process_first
@@ -67,8 +68,6 @@ def demonstrate(rng: random.Random) -> dict[str, Any]:
 
 def write_inputs(config: Config, data: Path) -> None:
     """Write a model that can copy, and demonstrations, unless they are there."""
-    from unbroken.demo.model import write_warm_model  # with torch: once the settings are known to be right
-
     if not config.model.exists():
         write_warm_model(config.model, replace(config.warm_up, num_demo_steps=0), seed=config.seed)
     if not data.exists():

@@ -16,7 +16,12 @@ from unbroken.progress import show_progress
 def add_demo_parser(commands: Any) -> None:
     """Add the command's parser to `commands`."""
     demo = commands.add_parser("demo", help="train a tiny tool-using model by GRPO on this machine's CPU")
-    demo.add_argument("--seed", type=int, default=0, help="seed of weights, tasks and minibatches (default: 0)")
+    demo.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of weights, tasks and minibatches (default: 0, whose model is in the package)",
+    )
     demo.add_argument("--steps", type=int, default=None, help="training steps (default: enough to reach the plateau)")
     demo.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write (default: runs/demo)")
     demo.set_defaults(run=_run, advice="; the same command begins anew")
@@ -57,7 +62,6 @@ def _run(arguments: argparse.Namespace) -> int:
         from unbroken.demo.config import LookupConfig
         from unbroken.demo.report import make_report
         from unbroken.demo.run import run_demo
-        from unbroken.training.config import LoopConfig
     except ModuleNotFoundError as error:
         raise missing_extra(error, "the demo needs the train extra", "train") from error
     if arguments.steps is not None and arguments.steps < 1:
@@ -65,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = LookupConfig(seed=arguments.seed, output=arguments.output)
     config = replace(config, trainer=replace(config.trainer, seed=arguments.seed))
     if arguments.steps is not None:
-        config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
+        config = replace(config, loop=replace(config.loop, num_steps=arguments.steps))
 
     with show_progress():
         result = asyncio.run(run_demo(config))

@@ -1,4 +1,4 @@
-"""The demo's model: a Qwen3 of about 0.1 million parameters with a tokenizer for the lookup task, and its warm-up.
+"""How the demo's model is made: a Qwen3 of about 0.1 million parameters, a tokenizer for the lookup task, a warm-up.
 
 The warm-up teaches the random model to copy, then to imitate a teacher that guesses too early. The teacher guesses with
 probability `GUESS_PROBABILITY` after each lookup that has not led to the value. A model that imitates it perfectly
@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import SYLLABLES, JsonStyle, LookupTask, answer_text, call_text, tool_schemas
 from unbroken.progress import advance, begin
-from unbroken.weights.folders import atomic_folder
 
 END_OF_TURN = "<|im_end|>"
 PADDING = "<|endoftext|>"
@@ -91,16 +88,6 @@ def _corpus() -> Iterator[str]:
         for tag in TAG_TOKENS:
             text = text.replace(tag, "")
         yield text + "\n" + answer_text(task.value)
-
-
-def write_warm_model(folder: Path, config: WarmUpConfig, *, seed: int, num_heads: int = 4) -> None:
-    """Build the tiny model, warm it up, and write it with its tokenizer into `folder`."""
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=seed, num_heads=num_heads)
-    warm_up(model, tokenizer, config, seed=seed, on_stage=partial(print, "warm-up:"))
-    with atomic_folder(folder) as part:
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
 
 
 def warm_up(

@@ -9,8 +9,7 @@ train.py                       the same without a TOML file: `python train.py`
 .gitignore                     leaves out the runs
 model/                         the demo's tiny model, unless another is named
 
-The tiny model comes with the package (`words/`), because its warm-up takes 100 CPU seconds, and minutes beside other
-programs: it is what `write_warm_model(folder, WarmUpConfig(), seed=0)` writes.
+The tiny model is the demo's (`warm.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 
+from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import EXPLANATION, SYLLABLES
+from unbroken.demo.warm import write_warm_model
 from unbroken.errors import InvalidInputError
 from unbroken.model_source import check_model_source
 from unbroken.weights.folders import atomic_folder
@@ -195,19 +195,10 @@ def write_task(folder: Path, model: str | None = None) -> list[str]:
             for name, text in texts.items():
                 (part / name).write_text(text, "utf-8")
             if model is None:
-                _copy_model(part / MODEL)
+                write_warm_model(part / MODEL, WarmUpConfig(), seed=0)
     except OSError as error:
         raise InvalidInputError(f"NAME must be a folder that can be written, got {folder}: {error}") from error
     return [*texts, *([MODEL] if model is None else [])]
-
-
-def _copy_model(folder: Path) -> None:
-    """Write the tiny model; its chat template is the demo's."""
-    folder.mkdir()
-    demo = files("unbroken.demo")
-    for each in demo.joinpath("words").iterdir():
-        (folder / each.name).write_bytes(each.read_bytes())
-    (folder / "chat_template.jinja").write_bytes(demo.joinpath("chat.jinja").read_bytes())
 
 
 def _make_files(name: str, model: str | None) -> Mapping[str, str]:

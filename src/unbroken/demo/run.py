@@ -12,8 +12,8 @@ from accelerate import Accelerator
 
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import JsonStyle, lookup_problems, style_of
-from unbroken.demo.model import write_warm_model
 from unbroken.demo.report import ComparedRollouts, DemoResult, write_report
+from unbroken.demo.warm import write_warm_model
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError

@@ -145,23 +145,21 @@ def claim_folder(
     *,
     files: Mapping[str, str] | None = None,
     code: str = "",
-    curriculum: str | None = None,
     anew: bool = False,
 ) -> bool:
     """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
 
     `files` are digests of the files that the settings name (`digest_files`), `code` the user's own Python recipe.
-    `curriculum` is the name of the one that the recipe's code gave, empty without any; None: it is not known yet.
 
     A run that trained no step begins anew with any config; without an evaluation, its folder is any recipe's. With
     `anew`, an earlier run of the recipe is removed, and any config accepted.
 
     Raises:
-        InvalidInputError: the folder holds the run of another recipe, config, curriculum or files, or other files.
+        InvalidInputError: the folder holds the run of another recipe, config or files, or other files.
     """
     path = folder / RECIPE_FILE
     code = code and str(Path(code).absolute())
-    new = _StoredRecipe(name=recipe, settings=settings, files=dict(files or {}), code=code, curriculum=curriculum)
+    new = _StoredRecipe(name=recipe, settings=settings, files=dict(files or {}), code=code, curriculum=None)
     _check_no_other_files(folder)
     if not path.exists():
         _write(path, new)
@@ -181,13 +179,37 @@ def claim_folder(
             (folder / file).unlink(missing_ok=True)
         _write(path, new)
         return False
-    option = "output=" if recipe == FIT else "--output"
+    option = _name_output(recipe)
     _check_same(folder, stored.settings, settings, option)
     _check_same_files(folder, stored.files, new.files, option)
-    new = replace(new, curriculum=_find_curriculum(folder, stored.curriculum, curriculum, option))
-    if stored != (whole := replace(new, files=all_files)):  # of several processes, only the first writes
-        _write(path, whole)
+    new = replace(new, files=all_files, curriculum=stored.curriculum)
+    if stored != new:  # of several processes, only the first writes
+        _write(path, new)
     return True
+
+
+def record_curriculum(folder: Path, name: str) -> None:
+    """Write which curriculum the code of a claimed folder's recipe gave, empty without any: no setting names it, and it
+    is known only once that code has made the task.
+
+    Raises:
+        InvalidInputError: the run in the folder has trained with another one.
+    """
+    stored = read_recipe(folder)
+    if name == stored.curriculum:
+        return
+    if stored.curriculum is not None and not _has_trained_nothing(folder):
+        raise InvalidInputError(
+            f"curriculum must be {stored.curriculum or 'none'} as in the run in {folder}, got {name or 'none'}: the "
+            "Task of the recipe's code has it, and it chose the problems. Give that one, or another "
+            f"{_name_output(stored.name)}"
+        )
+    _write(folder / RECIPE_FILE, replace(stored, curriculum=name))
+
+
+def _name_output(recipe: str) -> str:
+    """How the user of a recipe names the output folder."""
+    return "output=" if recipe == FIT else "--output"
 
 
 def read_recipe(folder: Path) -> _StoredRecipe:
@@ -273,16 +295,6 @@ def _check_same_files(
                 f"the files that it began with. Give that one, or another {option}; to go on with this one on purpose, "
                 f"write null in its place in {folder / RECIPE_FILE}; rows to train on must stay the same"
             )
-
-
-def _find_curriculum(folder: Path, before: str | None, now: str | None, option: str) -> str | None:
-    """The name to write. It is in no setting, and is known only once the recipe's code has made the task."""
-    if now is None or before is None or now == before or _has_trained_nothing(folder):
-        return before if now is None else now
-    raise InvalidInputError(
-        f"curriculum must be {before or 'none'} as in the run in {folder}, got {now or 'none'}: the Task of the "
-        f"recipe's code has it, and it chose the problems. Give that one, or another {option}"
-    )
 
 
 def _shorten_digest(digest: str | None) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from unbroken.threads import exit_in
 
@@ -21,6 +21,8 @@ _AGAIN_S = 0.1
 """Seconds between two looks at whether a task that is being cancelled goes on."""
 _THREADS_S = 15.0
 """How long threads that still compute may hold up the exit: some wait for other processes, which ended too."""
+_CLOSING_S = 60.0
+"""How long what Ctrl-C closes may still take once SIGTERM came too: longer than launchers wait before they kill."""
 
 
 class Terminated(BaseException):
@@ -34,20 +36,25 @@ def cancelled_by_sigterm() -> Iterator[None]:
     In another thread than the main one, as beside a notebook's loop, signals are left to the process.
 
     Raises:
-        Terminated: SIGTERM came. A step that is still computed in a thread holds up the process for 15 s at most.
+        Terminated: SIGTERM came. A step that is still computed in a thread holds up the process for 15 s at most, and
+            what Ctrl-C closes for a minute.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "a coroutine enters it"
     came = asyncio.Event()
     waiting: list[asyncio.TimerHandle] = []
+    bounds = ExitStack()
 
     def terminate() -> None:
         if not came.is_set():  # a second signal shall not cut short what the first one closes and saves
             came.set()
+            if task.cancelling() > 0:  # a close that hangs after Ctrl-C would never end: nothing cancels it again
+                bounds.callback(exit_in(_CLOSING_S, status=TERMINATED))
             cancel()
 
     def cancel() -> None:
         if task.cancelling() == 0:
+            bounds.close()
             task.cancel()
         else:  # by Ctrl-C, which closes all; or by a time limit, after which the task goes on
             waiting[:] = [loop.call_later(_AGAIN_S, cancel)]
@@ -66,5 +73,6 @@ def cancelled_by_sigterm() -> Iterator[None]:
             loop.remove_signal_handler(signal.SIGTERM)
         for handle in waiting:
             handle.cancel()
+        bounds.close()
         if came.is_set():  # also where what was open could not be closed
             exit_in(_THREADS_S, status=TERMINATED)

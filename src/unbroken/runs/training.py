@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.config import EngineKind, RunConfig
-from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
+from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private, record_curriculum
 from unbroken.runs.process_file import record_process
 from unbroken.runs.processes import ended_together, main_process_first
 from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, load_recipe, open_recipe
@@ -72,13 +71,12 @@ def run_recipe(
                 print(said, flush=True)
             settings = describe(config)
             files = digest_files(settings, code=recipe.code) | dict(digests or {})
-            claim = partial(claim_folder, config.output, recipe.name, settings, files=files, code=recipe.code)
-            claim()
+            claim_folder(config.output, recipe.name, settings, files=files, code=recipe.code)
             if is_first:
                 stack.enter_context(record_process(config.output))
                 stack.enter_context(show_progress())
         try:
-            run(_train(recipe, config, claim if is_first else None))
+            run(_train(recipe, config, is_first=is_first))
         except (KeyboardInterrupt, Terminated) as ending:
             ending.add_note(_describe_rest(config.output))
             raise
@@ -94,15 +92,13 @@ def _describe_rest(output: Path) -> str:
     return "there is no checkpoint yet, so the same command begins anew"
 
 
-async def _train(recipe: Recipe, config: RunConfig, claim: Callable[..., bool] | None) -> None:
-    """Train what a recipe gives, until SIGTERM or the end of another of the run's processes ends it. The first process
-    has `claim`, to say which curriculum the recipe's code gave.
-    """
+async def _train(recipe: Recipe, config: RunConfig, *, is_first: bool) -> None:
+    """Train what a recipe gives, until SIGTERM or the end of another of the run's processes ends it."""
     with cancelled_by_sigterm():
         async with ended_together():
             task = await recipe.make_task(config)
-            if claim is not None:
-                claim(curriculum=task.curriculum_name)
+            if is_first:
+                record_curriculum(config.output, task.curriculum_name)
             await train_model(config, task)
 
 

@@ -18,7 +18,7 @@ from unbroken.runs import signals
 class Engine:
     async def close(self):
         print("closing", flush=True)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(600 if sys.argv[2:] == ["hangs"] else 0.1)
         print("closed", flush=True)
         if sys.argv[2:]:
             raise OSError(sys.argv[2])
@@ -34,6 +34,7 @@ async def main():
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in a shell's background would leave it ignored
 signals._THREADS_S = 0.5 if float(sys.argv[1]) > 60 else 60
+signals._CLOSING_S = 0.5 if sys.argv[2:] == ["hangs"] else 60
 try:
     asyncio.run(main())
 except signals.Terminated:
@@ -80,6 +81,10 @@ def run_and_terminate(*words: str, step_s: float, first: signal.Signals = signal
 def test_an_engine_is_closed_before_the_process_ends_whatever_signal_comes_while_it_closes(first):
     # On a busy machine a short step may end by itself before the first signal comes.
     assert run_and_terminate(step_s=2.0, first=first) == (143, "closed\nterminated\n")
+
+
+def test_sigterm_ends_a_process_whose_closing_hangs_after_ctrl_c():
+    assert run_and_terminate("hangs", step_s=0.1, first=signal.SIGINT) == (143, "")
 
 
 def test_sigterm_is_not_lost_while_a_time_limit_ends_what_the_task_waits_for():

@@ -48,6 +48,10 @@ _NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
 """Rows that are written together, and entries of their lists."""
 _PAGE = 100
 _OF_RESHAPED = "reshaped by "
+_OF_TEMPERATURE = "sampled at temperature "
+_MAX_SHOWN = 5
+_ORIGIN = ("temperature", "step", "group", "trajectory", "branch", "tokenizer")
+"""Of a row in the forms of others; the temperature is that to which its logprobs refer."""
 _Rows = Iterable[dict[str, Any]]
 _Item = TypeVar("_Item")
 _Fields = Mapping[str, Set[str]]
@@ -101,6 +105,7 @@ def export_rows(
                 _write_rows(part, _require_some(rows, source, counts), form, target.suffix)
             part.replace(target)
     _warn_of_reshaped(counts, form)
+    _warn_of_temperatures(counts, form)
     return counts
 
 
@@ -119,6 +124,24 @@ def _warn_of_reshaped(counts: Counter[str], form: RowForm) -> None:
         counts["reshaped"],
         counts["rows"],
         ", ".join(names),
+    )
+
+
+def _warn_of_temperatures(counts: Counter[str], form: RowForm) -> None:
+    """Say which temperatures a trainer must be given: it computes the logprobs of its own, which is 1 by default."""
+    found = [(name.removeprefix(_OF_TEMPERATURE), n) for name, n in counts.most_common() if _OF_TEMPERATURE in name]
+    if not found:
+        return
+    shown = [f"{temperature} in {number}" for temperature, number in found[:_MAX_SHOWN]]
+    if len(found) > _MAX_SHOWN:
+        shown.append(f"{len(found) - _MAX_SHOWN} more")
+    _logger.warning(
+        "--form %s: the logprobs of %d of %d rows are of a temperature other than 1 (%s): give the trainer that "
+        "`temperature`, each row has its own, or it would learn from a false ratio",
+        form,
+        sum(number for _, number in found),
+        counts["rows"],
+        ", ".join(shown),
     )
 
 
@@ -287,10 +310,12 @@ def make_rows(rollout: Rollout, form: RowForm, counts: Counter[str]) -> Iterator
         counts["rows"] += 1
         if form is not RowForm.ROWS:
             _count_reshaped(_choose(rollout.record["turns"], row.get("turns")), counts)
+            if (temperature := row.get("temperature")) not in (None, 1):
+                counts[f"{_OF_TEMPERATURE}{temperature:g}"] += 1
         yield _FORMS[form](rollout, number, row)
 
 
-def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def _make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a branch with all that is known of it; lists have an entry for each id, null where there is none."""
     head, record, length = rollout.head, rollout.record, len(row["token_ids"])
     # Each sampled id has its version: a completion's segment also has the ids that were given inside it.
@@ -361,7 +386,7 @@ def _make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict
         "logprobs": [math.nan if each is None else each for each in whole["rollout_logprobs"][start:]],
         "input_ids": whole["token_ids"],
         "assistant_masks": loss,
-        **{name: whole[name] for name in ("reward", "step", "group", "trajectory", "branch", "tokenizer")},
+        **{name: whole[name] for name in ("reward", *_ORIGIN)},
         **_describe_note(rollout),
     }
 
@@ -373,13 +398,12 @@ def _make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dic
     """
     whole, start, messages, first = _split(rollout, number, row)
     messages = [{name: value for name, value in each.items() if value is not None} for each in messages]
-    names = ("step", "group", "trajectory", "branch", "tokenizer")
     return {
         "data_source": rollout.kind,
         "prompt": messages[:first],
         "ability": "",
         "reward_model": {"style": "rule", "ground_truth": find_expected(rollout.record.get("data")) or ""},
-        "extra_info": {"split": rollout.kind, **{name: whole[name] for name in names}, **_describe_note(rollout)},
+        "extra_info": {"split": rollout.kind, **{name: whole[name] for name in _ORIGIN}, **_describe_note(rollout)},
         "messages": messages,
         "tools": json.dumps(whole["tools"], ensure_ascii=False) if whole["tools"] else None,
         "prompt_ids": whole["token_ids"][:start],
@@ -395,7 +419,7 @@ def _split(
     rollout: Rollout, number: int, row: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int, list[dict[str, Any]], int]:
     """The row, its first sampled id, its messages as text, for forms that have no images, and the first answer."""
-    whole = make_row(rollout, number, row)
+    whole = _make_row(rollout, number, row)
     if whole["images"]:
         raise InvalidInputError(
             f"--form must be rows for rollouts with images, got {whole['trajectory']}: TRL and verl process images anew"
@@ -445,7 +469,7 @@ def _to_text_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FORMS: dict[RowForm, Callable[[Rollout, int, Mapping[str, Any]], dict[str, Any]]] = {
-    RowForm.ROWS: make_row, RowForm.TRL: _make_trl_row, RowForm.VERL: _make_verl_row
+    RowForm.ROWS: _make_row, RowForm.TRL: _make_trl_row, RowForm.VERL: _make_verl_row
 }  # fmt: skip
 _JSON_COLUMNS = frozenset({"reward_parts", "controls", "images", "messages", "tools", "data"})
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
@@ -482,7 +506,7 @@ def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
         column: pa.list_(pa.struct({name: message[name] for name in message if name in fields.get(column, message)}))
         for column in ("prompt", "completion", "messages")
     }
-    origin = {"step": whole, "group": text, "trajectory": text, "branch": whole, "tokenizer": text}
+    origin = dict(zip(_ORIGIN, (pa.float64(), whole, text, text, whole, text), strict=True))
     numbers = ("rollout_logprobs", "trainer_logprobs", "advantages", "logprobs", "response_logprobs")
     ids = ("token_ids", "policy_versions", "prompt_ids", "completion_ids", "input_ids", "response_ids")
     types: dict[str, Any] = {
@@ -610,7 +634,7 @@ def _make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str
     record = rollout.record
     messages = [_to_inspect_message(message, n) for n, message in enumerate(find_conversation(record))]
     answers = [message for message in messages if message["role"] == "assistant"]
-    rows = [make_row(rollout, number, row) for number, row in enumerate(record["rows"])]
+    rows = [_make_row(rollout, number, row) for number, row in enumerate(record["rows"])]
     left_out = {"messages", "tools", "data", "reward", "reward_parts", "kind", "step", "rank"}
     left_out |= {"rollout_labels", "rollout_note"}
     model = str(rollout.head.get("model"))

@@ -295,6 +295,25 @@ def test_forms_without_a_place_for_sampling_controls_say_how_many_rows_had_which
     assert len([each for each in caplog.records if "--form" in each.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("form", ["trl", "verl"])
+def test_rows_say_their_temperature_and_a_trainer_of_another_form_is_to_be_given_it(tmp_path, caplog, form):
+    (row,) = TOOL_TURNS["rows"]
+    temperatures = [1.0, 0.7, 0.7, 0.5]
+    records = [
+        {**TOOL_TURNS, "trajectory": f"g3/{number}", "rows": [{**row, "temperature": temperature}]}
+        for number, temperature in enumerate(temperatures)
+    ]
+    write_step(tmp_path / "run", 3, records)
+    for name in ("rows.jsonl", "rows.parquet"):
+        rows = export(tmp_path / "run", tmp_path / name, "--form", form)
+        assert [row.get("temperature", row.get("extra_info", {}).get("temperature")) for row in rows] == temperatures
+    said = [each.getMessage() for each in caplog.records if "--form" in each.getMessage()]
+    told = (
+        f"--form {form}: the logprobs of 3 of 4 rows are of a temperature other than 1 (0.7 in 2, 0.5 in 1): give the"
+    )
+    assert [each.startswith(told) for each in said] == [True, True]
+
+
 def test_rows_of_the_models_own_distribution_are_exported_in_silence(tmp_path, run, caplog):
     export(run, tmp_path / "rows.jsonl", "--form", "trl")
     assert not [each for each in caplog.records if "--form" in each.getMessage()]
