@@ -38,9 +38,12 @@ demo: $(README)  ## train a tiny tool-using model by GRPO (installs what the REA
 RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python
 PYTEST := $(RUN) -m pytest
 SUITE := -n 3 --durations 25 --durations-min 5
-# What `make test` and `make e2e` run; other targets have the rest.
+# What `make test` and `make e2e` run; other targets have the rest. Each file that is collected is imported in each process,
+# so they name the files that can have such tests: tests/support/targets.py refuses a test that would be in none.
 OF_TEST := not e2e and not nightly and not gpu and not clients and not real
 OF_E2E := e2e and not nightly and not gpu and not clients and not real
+IN_TEST := tests/contract tests/gpu tests/property tests/unit
+IN_E2E := $$(grep -rlE 'vllm|mark\.e2e' --include='test_*.py' $(IN_TEST) | sort) tests/e2e
 TESTS := tests
 
 quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at most; `make quick ARGS='-k word'`
@@ -48,10 +51,10 @@ quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at m
 
 test: $(ALL)  ## all tests but those of `make e2e` and those that need a GPU, in three processes; 8 minutes on two cores
 	$(BIN)/python tools/count_cpu.py $(VENV)/cpu-of-make-test \
-		env $(PYTEST) -m "$(OF_TEST)" $(SUITE)
+		env $(PYTEST) -m "$(OF_TEST)" $(SUITE) $(IN_TEST)
 
 e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes together, as users start them
-	$(PYTEST) -m "$(OF_E2E)" $(SUITE)
+	$(PYTEST) -m "$(OF_E2E)" $(SUITE) $(IN_E2E)
 
 nightly: $(ALL) extras  ## what CI leaves out: every way in which a cluster fails, and each extra alone; half an hour
 	$(PYTEST) -m "nightly and not gpu and not clients and not real" --durations 10 --durations-min 5 tests

@@ -21,6 +21,7 @@ from support.forks import commands_as_forks, preload
 from support.installed import require_vllm
 from support.postgres import location as location
 from support.postgres import postgres as postgres
+from support.targets import check_has_target
 from support.vllm_session import shared_vllm as shared_vllm
 from support.vllm_session import vision_vllm as vision_vllm
 
@@ -53,6 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
         if item.nodeid.startswith("tests/e2e/") or (is_vllm and not item.nodeid.startswith("tests/contract/")):
             item.add_marker(pytest.mark.e2e)
+        check_has_target(item)
     items.sort(key=_rank)
 
 

@@ -383,6 +383,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def forked_unbroken(forked_commands: None, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unbroken` of the shell is a fork: other tests of this file run the command itself."""
+    command = workplace / "forks" / "unbroken"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m unbroken "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+
+
 def with_model(text: str) -> str:
     assert HUB_NAME in text, f"the block should train {HUB_NAME}, which is replaced by a tiny model:\n{text}"
     return text.replace(HUB_NAME, "path/to/model")
@@ -629,6 +639,7 @@ def find_labels(text: str) -> list[str]:
     return [found[0] for line in lines if (found := re.search(r"[A-Za-z@/_]{2,}\d*", line))]
 
 
+@pytest.mark.usefixtures("forked_unbroken")
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_from_its_first_block_to_its_last(
     path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
@@ -661,6 +672,7 @@ def test_a_tutorial_runs_from_its_first_block_to_its_last(
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.usefixtures("forked_unbroken")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_cells_of_the_notebooks_run(path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fewer steps, with a model that is not warmed up: files and data are as they are saved, and other cells print

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from support.forks import ForkedPython
 from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import EngineError, InvalidInputError
@@ -33,34 +31,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from support.processes import free_port
 
     url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"),
-        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--enable-scale-out",
-        "--logprobs-mode", "processed_logprobs", "--max-logprobs", "8",
+    options = [
+        "--model", str(folder / "model"), "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", "256", "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "8",
         "--weight-transfer-config", json.dumps({"backend": "gloo"}),
         "--worker-extension-cls", "support.gloo_transfer.Extension",
     ]  # fmt: skip
-    tests = Path(__file__).parents[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{tests}:{tests.parent / 'src'}",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            until = time.monotonic() + 240
-            while not _is_healthy(url):
-                assert process.poll() is None, (folder / "log").read_text()[-6000:]
-                assert time.monotonic() < until, (folder / "log").read_text()[-6000:]
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(60)
+    process = ForkedPython(
+        "vllm.entrypoints.openai.api_server",
+        *options,
+        output=folder / "log",
+        environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        until = time.monotonic() + 240
+        while not _is_healthy(url):
+            assert process.poll() is None, (folder / "log").read_text()[-6000:]
+            assert time.monotonic() < until, (folder / "log").read_text()[-6000:]
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
 
 
 def _is_healthy(url: str) -> bool:

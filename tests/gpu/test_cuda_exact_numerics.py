@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from support.hopper_numerics import FAMILIES, check_equal, compare_gradients, make_case, sample_and_train
 
-pytest.importorskip("vllm", reason="needs vLLM")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+]
 
 
 @pytest.mark.parametrize("option", ["", "--enforce-eager", "--tensor-parallel-size=2"])

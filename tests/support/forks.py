@@ -90,7 +90,8 @@ class ForkedPython:
         with _starting:  # `patch.dict` empties `os.environ` for a moment
             variables = {**os.environ, **forks, **(environment or {})}
         self._process = context.Process(
-            target=_run, args=(program, list(map(str, arguments)), output, errors or output, variables, new_session)
+            target=_run,
+            args=(program, list(map(str, arguments)), Path.cwd(), output, errors or output, variables, new_session),
         )
         self._process.start()
 
@@ -166,7 +167,7 @@ def run_command_in_fork() -> None:
         program, *arguments = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
         outputs = [Path(f"/proc/{os.getpid()}/fd/{number}") for number in (1, 2)]
         process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(program, arguments, *outputs, dict(os.environ), True, True)
+            target=_run, args=(program, arguments, Path.cwd(), *outputs, dict(os.environ), True, True)
         )
         process.start()
         assert process.pid is not None
@@ -205,6 +206,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
 def _run(
     program: str | Path,
     arguments: list[str],
+    folder: Path,
     output: Path,
     errors: Path,
     variables: dict[str, str],
@@ -221,6 +223,7 @@ def _run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)
+    os.chdir(folder)  # that of the fork server is where it was started
     with output.open("ab") as file, errors.open("ab") as error_file:
         os.dup2(file.fileno(), 1)
         os.dup2(error_file.fileno(), 2)

@@ -19,6 +19,7 @@ from multiprocessing.context import BaseContext, ForkContext
 
 import torch.distributed
 import vllm.model_executor.layers.quantization.online.base
+import vllm.v1.engine.coordinator
 import vllm.v1.engine.core
 import vllm.v1.engine.utils
 import vllm.v1.executor.multiproc_executor
@@ -50,6 +51,7 @@ def _wait(condition: SpinCondition, timeout_ms: int | None = None) -> None:
 
 
 vllm.v1.engine.utils.get_mp_context = _context  # type: ignore[assignment]
+vllm.v1.engine.coordinator.get_mp_context = _context  # type: ignore[assignment]
 vllm.v1.executor.multiproc_executor.get_mp_context = _fork  # type: ignore[assignment]
 SpinCondition.wait = _wait  # type: ignore[method-assign]
 vllm.v1.sample.sampler.batched_count_greater_than = inspect.unwrap(vllm.v1.sample.sampler.batched_count_greater_than)
