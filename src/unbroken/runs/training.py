@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, load_rec
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import Terminated, cancelled_by_sigterm
 from unbroken.threads import keep_loop_responsive
+from unbroken.types import Numerics
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -139,7 +140,8 @@ def run_without_training(
     Raises:
         Terminated: SIGTERM came.
     """
-    config, _ = choose_numerics(config, continues=False)  # engines know no auto
+    if config.trainer.numerics is Numerics.AUTO:  # the bits of a trainer matter to none of these
+        config = replace(config, trainer=replace(config.trainer, numerics=Numerics.FAST))
 
     async def make_and_use() -> None:
         with cancelled_by_sigterm() if has_signals else nullcontext():
@@ -180,8 +182,11 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
     from unbroken.runs.run import join_accelerator, open_training
     from unbroken.training.loop import open_steps
 
-    config, _ = choose_numerics(config, continues=False)  # of a script: a run of the command line has chosen
+    # Of a script: a run of the command line has chosen, and has said so.
+    config, said = choose_numerics(config, continues=False, model=task.model)
     accelerator = join_accelerator(config, accelerator)
+    if said and accelerator.is_main_process:
+        print(said, flush=True)
     async with open_training(config, task, accelerator=accelerator) as training:
         num_steps, run, records = config.loop.num_steps, training.run, training.records
         if not training.continues:  # a run that continues compares its policies later, once its engine has its weights

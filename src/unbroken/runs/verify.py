@@ -250,7 +250,8 @@ def _check_settings(config: RunConfig, *, curriculum: str | None) -> None:
     rules: Sequence[tuple[str, Any, bool, str]] = (
         (
             "trainer.numerics", trainer.numerics, trainer.numerics is Numerics.EXACT,
-            "exact: with fast ones the same weights have other bits in other batches",
+            "exact: with fast ones the same weights have other bits in other batches (a run that begins with "
+            "--trainer.numerics exact can be verified)",
         ),
         (
             "engine.kind", engine, engine is EngineKind.EMBEDDED,
