@@ -25,6 +25,7 @@ from unbroken.runs.chosen_numerics import (
     _count_weights,
     _decide,
     _find_unmeasured,
+    _find_unmeasured_setting,
     choose_numerics,
 )
 from unbroken.runs.collector import Problems
@@ -75,11 +76,27 @@ def test_a_measured_model_is_exact_where_that_costs_little(has_lora, billions, c
         (Qwen3MoeConfig(), "the family qwen3_moe"),
         (MistralConfig(sliding_window=64), "sliding windows"),
         (Qwen3Config(head_dim=96), "heads of 96"),
+        (LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "of type linear"),
+        (Qwen3Config(quantization_config={"quant_method": "fp8"}), "quantised weights"),
     ],
 )
 def test_a_model_that_was_not_seen_to_have_the_same_bits_is_named(model_config, why):
     found = _find_unmeasured(model_config)
     assert found is None if why is None else why in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"engine__options": ("--gpu-memory-utilization=0.3", "--max_model_len", "1024")}, None),
+        ({"engine__options": ("--max-model-len", "1024", "--quantization", "fp8")}, "engine.options --quantization"),
+        ({"teacher__models": ("a",)}, "teacher.models"),
+        ({"model_settings__kwargs": {"rope_theta": 1e4}}, "model_settings.kwargs"),
+    ],
+)
+def test_a_setting_that_no_measured_run_had_is_named(tmp_path, settings, why):
+    settings = {"engine__kind": EngineKind.COLOCATED, **settings}
+    assert _find_unmeasured_setting(make_config(tmp_path, **settings)) == why
 
 
 @pytest.mark.parametrize("kind", [GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
@@ -104,6 +121,13 @@ def test_a_setting_that_exact_numerics_do_not_go_with_makes_a_run_fast(tmp_path)
     config, said = choose_numerics(make_config(tmp_path, trainer__compile=True))
     assert config.trainer.numerics is Numerics.FAST
     assert "must be fast with compile = True" in said
+
+
+def test_an_engine_that_was_not_measured_makes_a_run_fast(tmp_path):
+    settings = {"engine__kind": EngineKind.SERVER, "engine__urls": ("http://a",), "engine__weights_dir": tmp_path}
+    assert choose_numerics(make_config(tmp_path, **settings))[1] == (
+        "numerics: fast (exact was not measured with engine.kind server)"
+    )
 
 
 def test_numerics_that_are_given_are_kept_and_nothing_is_said(tmp_path):
@@ -132,7 +156,7 @@ def test_other_processes_take_what_the_first_has_written(tmp_path):
     assert choose_numerics(config, continues=True)[0] == began
 
 
-def test_an_evaluation_chooses_too_for_its_engine_knows_no_auto(tmp_path, monkeypatch):
+def test_an_evaluation_is_fast_for_its_engine_knows_no_auto_and_no_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     problems, seen = Problems(env=lambda number: None), []
 
