@@ -102,12 +102,7 @@ def _choose(config: RunConfig, model: str | Path | None) -> tuple[Numerics, str]
         return Numerics.FAST, f"exact was not measured with engine.kind {kind} on {machine}"
     if all(row.chosen is Numerics.FAST for row in rows):
         return Numerics.FAST, _describe_cost(rows[0])
-    if (why := _find_unmeasured_setting(config)) is not None:
-        return Numerics.FAST, f"exact was not measured with {why}"
-    model = model or describe(config).get("model")
-    if not isinstance(model, str | Path):
-        return Numerics.FAST, "the recipe names no model before it runs"
-    return _choose_for_model(config, machine, model)
+    return _choose_for_model(config, machine, model or describe(config).get("model"))
 
 
 def _find_machine() -> str:
@@ -139,13 +134,15 @@ def _find_unmeasured_setting(config: RunConfig) -> str | None:
     return next((name for name, is_given in others.items() if is_given), None)
 
 
-def _choose_for_model(config: RunConfig, machine: str, model: str | Path) -> tuple[Numerics, str]:
+def _choose_for_model(config: RunConfig, machine: str, model: Any) -> tuple[Numerics, str]:
     from unbroken.runs.models import load_config
 
+    if not isinstance(model, str | Path):
+        return Numerics.FAST, "the recipe names no model before it runs"
     loaded = load_config(model, config.model_settings)
     if loaded is None:
         return Numerics.FAST, f"{model} has no config that can be read"
-    if (why := _find_unmeasured(loaded)) is not None:
+    if (why := _find_unmeasured_setting(config) or _find_unmeasured(loaded)) is not None:
         return Numerics.FAST, f"exact was not measured with {why}"
     return _decide(config.engine.kind, machine, has_lora=config.lora is not None, billions=_count_weights(loaded) / 1e9)
 

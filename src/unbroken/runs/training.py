@@ -29,7 +29,7 @@ from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
 from unbroken.runs.process_file import record_process
-from unbroken.runs.processes import ended_together, main_process_first
+from unbroken.runs.processes import ended_together, join_processes, main_process_first
 from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, load_recipe, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import Terminated, cancelled_by_sigterm
@@ -182,11 +182,8 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
     from unbroken.runs.run import join_accelerator, open_training
     from unbroken.training.loop import open_steps
 
-    # Of a script: a run of the command line has chosen, and has said so.
-    config, said = choose_numerics(config, continues=False, model=task.model)
+    config = _choose_for_script(config, task)
     accelerator = join_accelerator(config, accelerator)
-    if said and accelerator.is_main_process:
-        print(said, flush=True)
     async with open_training(config, task, accelerator=accelerator) as training:
         num_steps, run, records = config.loop.num_steps, training.run, training.records
         if not training.continues:  # a run that continues compares its policies later, once its engine has its weights
@@ -219,6 +216,14 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
         records.progress.show_end(config.output, model=final)
     await asyncio.to_thread(training.models.upload_final, final, num_steps)
     return TrainedRun(model=run.model, trainer=run.trainer, renderer=run.sampler.renderer, rollouts=rollouts)
+
+
+def _choose_for_script(config: RunConfig, task: Task) -> RunConfig:
+    """The config with the numerics of its run; those of a run of the command line are chosen and said by now."""
+    config, said = choose_numerics(config, continues=False, model=task.model)
+    if said and join_processes().is_main_process:
+        print(said, flush=True)
+    return config
 
 
 def _explain_failure(error: Exception, path: Path) -> None:
