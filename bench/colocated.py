@@ -81,6 +81,7 @@ def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
         "rollouts.sampling.max_tokens": arguments.max_tokens,
         "engine.kind": "colocated",
         "precision": "bfloat16" if torch.cuda.is_available() else "float32",
+        "trainer.numerics": "fast",
         "checkpoints.every": 1000,
         "rollout_log.groups": 0,
     }

@@ -83,14 +83,12 @@ def command_of(task: str, side: str, seed: int, run: Path, arguments: argparse.N
     options = [
         f"--model={arguments.model}", f"--output={run}", f"--seed={seed}",
         f"--loop.num-steps={arguments.steps}", f"--rollouts.problems-per-step={arguments.problems}",
-        f"--engine.kind={arguments.engine}", *options_of(task),
+        f"--engine.kind={arguments.engine}", f"--trainer.numerics={side}", *options_of(task),
     ]  # fmt: skip
     if arguments.engine == "colocated":
         options.append(f"--engine.options={json.dumps(vllm_options(arguments))}")
     if arguments.device == "cpu":
         options.append("--precision=float32")
-    if side == "exact":
-        options.append("--trainer.numerics=exact")
     if arguments.jobs > 1:
         options += SHARED_GPU
     return [sys.executable, "-m", "unbroken", "train", str(Path(__file__).with_name("real_task.py")), *options]

@@ -148,7 +148,7 @@ NOT_RUN = {
     ): "as in the README, whose request is run",
     ("docs/troubleshooting.md", "diagnosis: every reward"): OUTPUT,
     ("docs/getting-started.md", "python3 -m venv"): "`make extras` installs each extra",
-    ("docs/getting-started.md", "engine: one policy with the trainer"): OUTPUT,
+    ("docs/getting-started.md", "numerics: fast"): OUTPUT,
     (
         "docs/troubleshooting.md",
         "unbroken doctor runs/sums",

@@ -1,4 +1,4 @@
-"""Which target of the Makefile runs a test: each asks for marks, and for the folders or files that can have such tests."""
+"""Which target of the Makefile runs a test: each asks for marks, and for folders or files that can have such tests."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ def read_command(target: str) -> list[str]:
     """The words of the command that a target runs."""
     words = ["make", "--dry-run", "--old-file=.venv/.installed", target]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
-    line = done.stdout.rpartition(" -m pytest ")[2]
-    return subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")[:-1]
+    words = ["bash", "-c", f"printf '%s\\n' {done.stdout.rpartition(' -m pytest ')[2]}"]
+    split = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    return split.stdout.split("\n")[:-1]
 
 
 def test_make_test_and_make_e2e_collect_each_file_that_can_have_their_tests() -> None:

@@ -24,6 +24,7 @@ from unbroken.retokenising.changes import Cause
 from unbroken.retokenising.comparison import Retokenised, TemplateTexts, compare_trajectory, count_changed
 from unbroken.retokenising.ratios import score_rollouts
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.diagnosis.evidence import Numbers, read_steps
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
@@ -55,6 +56,7 @@ async def run_demo(config: LookupConfig) -> DemoResult:
 
 async def _train_and_report(config: LookupConfig) -> DemoResult:
     started = time.perf_counter()
+    config, _ = choose_numerics(config, continues=False)  # before it is written down; nobody asked the demo why
     claim_folder(config.output, "unbroken demo", describe(config), anew=True)
     model = config.output / "model"
     await asyncio.to_thread(write_warm_model, model, config.warm_up, seed=config.seed)

@@ -1,14 +1,17 @@
 """`trainer.numerics = "auto"`: exact where exact numerics were measured to cost next to nothing, fast otherwise.
 
 A run chooses when it begins, says why in its first line, and writes the choice into `recipe.json` as if it had been
-given: so the run continues, and is verified, with what it began with, on whatever machine.
+given: so the run continues, and is verified, with what it began with, on whatever machine. Nothing is chosen by trial:
+vLLM reads what makes it exact once in a process, so a run that began exact could not go on fast in the same one. What
+was not measured is fast instead.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineKind, RunConfig
@@ -16,11 +19,21 @@ from unbroken.runs.folder import read_trained_recipe
 from unbroken.runs.settings import describe
 from unbroken.types import Numerics
 
+_ConfigT = TypeVar("_ConfigT", bound=RunConfig)
 _MAX_COST = 1.05
 """Times the seconds of a step: what nobody sees. The goal for numerics that are exact without being asked for."""
 _FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Whose logprobs were seen to have the same bits on a GPU (`tests/support/hopper_numerics.py`)."""
 _HEAD_SIZES = (64, 128, 256)
+_OPTIONS = {
+    "gpu-memory-utilization",
+    "kv-cache-memory-bytes",
+    "max-model-len",
+    "max-num-batched-tokens",
+    "max-num-seqs",
+}
+"""Of vLLM, with which something was measured. Many others are refused with exact numerics, and a run that names none
+must not fail by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +55,23 @@ class _Measured:
         return Numerics.EXACT if self.cost <= _MAX_COST else Numerics.FAST
 
 
-_CPU, _HOPPER = "a CPU", "a Hopper GPU"
+_CPU, _H200 = "a CPU", "an H200"
 _MEASURED = (
     _Measured(engine=EngineKind.EMBEDDED, machine=_CPU, trained="all weights", least=0, most=math.inf, cost=1.18),
-    _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="all weights", least=0.12, most=0.15, cost=1.04),
-    _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="all weights", least=0.45, most=0.75, cost=1.04),
-    _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="LoRA", least=3.5, most=4.5, cost=1.10),
-    _Measured(engine=EngineKind.COLOCATED, machine=_HOPPER, trained="LoRA", least=7, most=9, cost=1.21),
+    _Measured(engine=EngineKind.COLOCATED, machine=_H200, trained="all weights", least=0.12, most=0.15, cost=1.04),
+    _Measured(engine=EngineKind.COLOCATED, machine=_H200, trained="all weights", least=0.45, most=0.75, cost=1.04),
+    _Measured(engine=EngineKind.COLOCATED, machine=_H200, trained="LoRA", least=3.5, most=4.5, cost=1.10),
+    _Measured(engine=EngineKind.COLOCATED, machine=_H200, trained="LoRA", least=7, most=9, cost=1.21),
 )
 
 
-def choose_numerics(config: RunConfig, *, continues: bool | None = None) -> tuple[RunConfig, str]:
+def choose_numerics(
+    config: _ConfigT, *, continues: bool | None = None, model: str | Path | None = None
+) -> tuple[_ConfigT, str]:
     """The config with the numerics of a run, and the line that says why it has these; "" if they were given.
 
     A run that has begun keeps what its folder says: with `continues` always (the first process has just written it),
-    with None only if it has trained a step, and with False never.
+    with None only if it has trained a step, and with False never. `model` is for configs that have no such setting.
     """
     if config.trainer.numerics is not Numerics.AUTO:
         return config, ""
@@ -65,29 +80,29 @@ def choose_numerics(config: RunConfig, *, continues: bool | None = None) -> tupl
     if known in (Numerics.FAST, Numerics.EXACT):
         chosen, why = Numerics(known), "as the run in this folder began"
     else:
-        chosen, why = _choose(config)
-    return _with_numerics(config, chosen), f"numerics: {chosen} (trainer.numerics auto: {why})"
+        chosen, why = _choose(config, model)
+    return _with_numerics(config, chosen), f"numerics: {chosen} ({why})"
 
 
-def _with_numerics(config: RunConfig, numerics: Numerics) -> RunConfig:
+def _with_numerics(config: _ConfigT, numerics: Numerics) -> _ConfigT:
     return replace(config, trainer=replace(config.trainer, numerics=numerics))
 
 
-def _choose(config: RunConfig) -> tuple[Numerics, str]:
+def _choose(config: RunConfig, model: str | Path | None) -> tuple[Numerics, str]:
     try:
         _with_numerics(config, Numerics.EXACT)
     except InvalidInputError as error:
-        return Numerics.FAST, str(error).removesuffix(", got exact")
+        return Numerics.FAST, str(error).partition(", got exact")[0]
+    kind = config.engine.kind
+    if all(row.engine is not kind for row in _MEASURED):
+        return Numerics.FAST, f"exact was not measured with engine.kind {kind}"
     machine = _find_machine()
-    rows = [row for row in _MEASURED if (row.engine, row.machine) == (config.engine.kind, machine)]
+    rows = [row for row in _MEASURED if (row.engine, row.machine) == (kind, machine)]
     if not rows:
-        return Numerics.FAST, f"exact ones were not measured with engine.kind {config.engine.kind} on {machine}"
+        return Numerics.FAST, f"exact was not measured with engine.kind {kind} on {machine}"
     if all(row.chosen is Numerics.FAST for row in rows):
         return Numerics.FAST, _describe_cost(rows[0])
-    model = describe(config).get("model")
-    if not isinstance(model, str):
-        return Numerics.FAST, "the recipe names no model before it runs"
-    return _choose_for_model(config, machine, model)
+    return _choose_for_model(config, machine, model or describe(config).get("model"))
 
 
 def _find_machine() -> str:
@@ -97,18 +112,38 @@ def _find_machine() -> str:
 
     if uses_cpu():
         return _CPU
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return _HOPPER if is_hopper else "another device than a CPU and a Hopper GPU"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
+    # Others of the generation have as many bits, but other costs, and a part of one (MIG) has kernels of its own.
+    return _H200 if name == "NVIDIA H200" else name
 
 
-def _choose_for_model(config: RunConfig, machine: str, model: str) -> tuple[Numerics, str]:
+def _find_unmeasured_setting(config: RunConfig) -> str | None:
+    """The first setting of a run with vLLM that no measured one had."""
+    from unbroken.runs.processes import join_processes
+
+    options = [word.partition("=")[0] for word in config.engine.options if word.startswith("--")]
+    if (other := next((name for name in options if name[2:].replace("_", "-") not in _OPTIONS), None)) is not None:
+        return f"engine.options {other}"
+    if (number := join_processes().num_processes) > 1:
+        return f"{number} processes"
+    others = {
+        "teacher.models": config.teacher is not None,
+        "model_settings.kwargs": bool(config.model_settings.kwargs),
+        "model_settings.attn_implementation": config.model_settings.attn_implementation is not None,
+    }
+    return next((name for name, is_given in others.items() if is_given), None)
+
+
+def _choose_for_model(config: RunConfig, machine: str, model: Any) -> tuple[Numerics, str]:
     from unbroken.runs.models import load_config
 
+    if not isinstance(model, str | Path):
+        return Numerics.FAST, "the recipe names no model before it runs"
     loaded = load_config(model, config.model_settings)
     if loaded is None:
         return Numerics.FAST, f"{model} has no config that can be read"
-    if (why := _find_unmeasured(loaded)) is not None:
-        return Numerics.FAST, why
+    if (why := _find_unmeasured_setting(config) or _find_unmeasured(loaded)) is not None:
+        return Numerics.FAST, f"exact was not measured with {why}"
     return _decide(config.engine.kind, machine, has_lora=config.lora is not None, billions=_count_weights(loaded) / 1e9)
 
 
@@ -128,17 +163,22 @@ def _find_unmeasured(model_config: Any) -> str | None:
     from unbroken.decoder_config import DecoderConfig
 
     decoder, family = DecoderConfig(model_config), model_config.model_type
-    if family not in _FAMILIES:
-        return f"of the family {family} nothing was measured, only of {', '.join(_FAMILIES)}"
-    if decoder.window is not None or decoder.layer_kinds - {"full_attention"}:
-        return "a model with sliding windows has other bits"
-    if decoder.head_size not in _HEAD_SIZES:
-        return f"heads of {decoder.head_size} have other bits than those of {', '.join(map(str, _HEAD_SIZES))}"
-    return None
+    rope = (decoder.get("rope_parameters") or {}).get("rope_type")
+    found = {
+        f"the family {family}, only with {', '.join(_FAMILIES)}": family not in _FAMILIES,
+        "sliding windows": decoder.window is not None or bool(decoder.layer_kinds - {"full_attention"}),
+        f"heads of {decoder.head_size}, only with {', '.join(map(str, _HEAD_SIZES))}": (
+            decoder.head_size not in _HEAD_SIZES
+        ),
+        f"rotary factors of type {rope}": rope not in (None, "default"),
+        "quantised weights": decoder.is_quantized,
+    }
+    return next((name for name, is_other in found.items() if is_other), None)
 
 
 def _describe_cost(row: _Measured) -> str:
-    return f"on {row.machine} exact ones cost {row.cost:.2f} times the time of a step, and may cost {_MAX_COST:.2f}"
+    least = "at least " if row.most == math.inf else ""
+    return f"exact takes {least}{row.cost:.2f} times as long on {row.machine}"
 
 
 def _decide(engine: EngineKind, machine: str, *, has_lora: bool, billions: float) -> tuple[Numerics, str]:
@@ -148,4 +188,4 @@ def _decide(engine: EngineKind, machine: str, *, has_lora: bool, billions: float
         found = (row.engine, row.machine, row.trained) == (engine, machine, trained)
         if found and row.least <= billions <= row.most:
             return row.chosen, _describe_cost(row)
-    return Numerics.FAST, f"exact ones were not measured with {trained} of {billions:.2f}B parameters on {machine}"
+    return Numerics.FAST, f"exact was not measured with {trained} of {billions:.2f}B parameters on {machine}"

@@ -462,11 +462,14 @@ def _check_task(path: Path) -> None:
         from unbroken.runs.run import check_without_training
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a task needs the train extra", "train") from error
+    from unbroken.runs.chosen_numerics import choose_numerics
     from unbroken.runs.recipe import load_recipe
     from unbroken.runs.training import run_without_training
 
     recipe = load_recipe(path)
-    config = recipe.configure(())
+    config, said = choose_numerics(recipe.configure(()), continues=False)  # as the run that is checked would
+    if said:
+        print(said, flush=True)
     check = partial(check_without_training, output=config.output)
     # Before the recipe makes its problems: agents' logs in the task's own folder kept `unbroken train` out of it.
     with tempfile.TemporaryDirectory(prefix="unbroken-") as folder:

@@ -36,7 +36,7 @@ from unbroken.training.outages import Outages
 
 _POLL_S = 0.5
 """How often the folder is looked at, also while a checkpoint is evaluated."""
-_OF_OTHERS = ("loop.max_staleness",)
+_OF_OTHERS = ("loop.max_staleness", "trainer.numerics")
 """Settings that say how the run trains, and could not be combined with each engine of an evaluation."""
 _PLACES = ("urls", "urls_file", "weights_dir", "versions_to")
 """Fields of an engine that name where it, or its weights, are."""

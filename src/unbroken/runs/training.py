@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,12 @@ from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private, record_curriculum
 from unbroken.runs.process_file import record_process
-from unbroken.runs.processes import ended_together, main_process_first
+from unbroken.runs.processes import ended_together, join_processes, main_process_first
 from unbroken.runs.recipe import OpenRecipe, Recipe, SamplerRole, Task, load_recipe, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import Terminated, cancelled_by_sigterm
 from unbroken.threads import keep_loop_responsive
+from unbroken.types import Numerics
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -135,7 +136,8 @@ def run_without_training(
     Raises:
         Terminated: SIGTERM came.
     """
-    config, _ = choose_numerics(config, continues=False)  # engines know no auto
+    if config.trainer.numerics is Numerics.AUTO:  # the bits of a trainer matter to none of these
+        config = replace(config, trainer=replace(config.trainer, numerics=Numerics.FAST))
 
     async def make_and_use() -> None:
         with cancelled_by_sigterm() if has_signals else nullcontext():
@@ -176,7 +178,7 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
     from unbroken.runs.run import join_accelerator, open_training
     from unbroken.training.loop import open_steps
 
-    config, _ = choose_numerics(config, continues=False)  # of a script: a run of the command line has chosen
+    config = _choose_for_script(config, task)
     accelerator = join_accelerator(config, accelerator)
     async with open_training(config, task, accelerator=accelerator) as training:
         num_steps, run, records = config.loop.num_steps, training.run, training.records
@@ -210,6 +212,14 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
         records.progress.show_end(config.output, model=final)
     await asyncio.to_thread(training.models.upload_final, final, num_steps)
     return TrainedRun(model=run.model, trainer=run.trainer, renderer=run.sampler.renderer, rollouts=rollouts)
+
+
+def _choose_for_script(config: RunConfig, task: Task) -> RunConfig:
+    """The config with the numerics of its run; those of a run of the command line are chosen and said by now."""
+    config, said = choose_numerics(config, continues=False, model=task.model)
+    if said and join_processes().is_main_process:
+        print(said, flush=True)
+    return config
 
 
 def _explain_failure(error: Exception, path: Path) -> None:

@@ -250,7 +250,7 @@ def _check_settings(config: RunConfig, *, curriculum: str | None) -> None:
     rules: Sequence[tuple[str, Any, bool, str]] = (
         (
             "trainer.numerics", trainer.numerics, trainer.numerics is Numerics.EXACT,
-            "exact: with fast ones the same weights have other bits in other batches",
+            "exact from the first step on (--trainer.numerics exact): with fast ones bits depend on the batch",
         ),
         (
             "engine.kind", engine, engine is EngineKind.EMBEDDED,

@@ -311,10 +311,11 @@ class TrainerConfig:
     processes wait for each other in every pass)."""
     packing: Packing = Packing.AUTO
     shared_prefixes: SharedPrefixes = SharedPrefixes.AUTO
-    numerics: Numerics = Numerics.FAST
+    numerics: Numerics = Numerics.AUTO
     """With exact, the engine that a run makes computes so too, and a step ends the run if a logprob has other bits than
     the sampler's, by the same weights. With auto, a run is exact where that was measured to cost at most 5 % of a step
-    (docs/engines.md), and fast otherwise: its first line says which, and why."""
+    (docs/engines.md), and fast otherwise: its first line says which, and why. A trainer alone, which knows no engine,
+    is fast with auto."""
     sampler_tensor_parallel: int = 1
     """With exact numerics: over how many GPUs the vLLM that samples splits the model. The trainer rounds the same parts
     of some sums. A run asks its engine."""

@@ -35,7 +35,8 @@ class Numerics(StrEnum):
     """Logprobs of the same weights have the same bits (`unbroken.exactness`): from an embedded engine, on a CPU, in
     float32. Each row then has its own lane, and a step whose logprobs differ ends the run."""
     AUTO = "auto"
-    """Of a run, which chooses one of the two when it begins: engines and trainers have no such numerics."""
+    """Of a run, which chooses one of the two when it begins. Engines have no such numerics, and what is no run (an
+    evaluation, a `Trainer` alone) is fast with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from unbroken.runs.chosen_numerics import (
-    _HOPPER,
+    _H200,
     _MEASURED,
     _count_weights,
     _decide,
     _find_unmeasured,
+    _find_unmeasured_setting,
     choose_numerics,
 )
 from unbroken.runs.collector import Problems
@@ -39,7 +40,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 
 
 def make_config(output: Path, **settings) -> RunConfig:
-    own = {"output": output, "loop.num_steps": 1, "trainer.numerics": Numerics.AUTO}
+    own = {"output": output, "loop.num_steps": 1}
     return build(section_of(RunConfig), {**own, **{name.replace("__", "."): value for name, value in settings.items()}})
 
 
@@ -63,7 +64,7 @@ def test_the_page_has_the_table_by_which_a_run_chooses():
     ],
 )
 def test_a_measured_model_is_exact_where_that_costs_little(has_lora, billions, chosen, why):
-    found, reason = _decide(EngineKind.COLOCATED, _HOPPER, has_lora=has_lora, billions=billions)
+    found, reason = _decide(EngineKind.COLOCATED, _H200, has_lora=has_lora, billions=billions)
     assert found is chosen
     assert why in reason
 
@@ -72,14 +73,30 @@ def test_a_measured_model_is_exact_where_that_costs_little(has_lora, billions, c
     ("model_config", "why"),
     [
         (Qwen3Config(), None),
-        (Qwen3MoeConfig(), "of the family qwen3_moe nothing was measured"),
+        (Qwen3MoeConfig(), "the family qwen3_moe"),
         (MistralConfig(sliding_window=64), "sliding windows"),
         (Qwen3Config(head_dim=96), "heads of 96"),
+        (LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "of type linear"),
+        (Qwen3Config(quantization_config={"quant_method": "fp8"}), "quantised weights"),
     ],
 )
 def test_a_model_that_was_not_seen_to_have_the_same_bits_is_named(model_config, why):
     found = _find_unmeasured(model_config)
     assert found is None if why is None else why in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"engine__options": ("--gpu-memory-utilization=0.3", "--max_model_len", "1024")}, None),
+        ({"engine__options": ("--max-model-len", "1024", "--quantization", "fp8")}, "engine.options --quantization"),
+        ({"teacher__models": ("a",)}, "teacher.models"),
+        ({"model_settings__kwargs": {"rope_theta": 1e4}}, "model_settings.kwargs"),
+    ],
+)
+def test_a_setting_that_no_measured_run_had_is_named(tmp_path, settings, why):
+    settings = {"engine__kind": EngineKind.COLOCATED, **settings}
+    assert _find_unmeasured_setting(make_config(tmp_path, **settings)) == why
 
 
 @pytest.mark.parametrize("kind", [GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
@@ -97,13 +114,20 @@ def test_on_a_cpu_a_run_is_fast_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     config, said = choose_numerics(make_config(tmp_path))
     assert config.trainer.numerics is Numerics.FAST
-    assert said.startswith("numerics: fast (trainer.numerics auto: on a CPU exact ones cost 1.18 times")
+    assert said == "numerics: fast (exact takes at least 1.18 times as long on a CPU)"
 
 
 def test_a_setting_that_exact_numerics_do_not_go_with_makes_a_run_fast(tmp_path):
     config, said = choose_numerics(make_config(tmp_path, trainer__compile=True))
     assert config.trainer.numerics is Numerics.FAST
     assert "must be fast with compile = True" in said
+
+
+def test_an_engine_that_was_not_measured_makes_a_run_fast(tmp_path):
+    settings = {"engine__kind": EngineKind.SERVER, "engine__urls": ("http://a",), "engine__weights_dir": tmp_path}
+    assert choose_numerics(make_config(tmp_path, **settings))[1] == (
+        "numerics: fast (exact was not measured with engine.kind server)"
+    )
 
 
 def test_numerics_that_are_given_are_kept_and_nothing_is_said(tmp_path):
@@ -121,7 +145,7 @@ def test_a_run_continues_with_what_it_chose_and_one_that_trained_nothing_chooses
     (tmp_path / "metrics" / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
     again, said = choose_numerics(config)
     assert again == began
-    assert said == "numerics: exact (trainer.numerics auto: as the run in this folder began)"
+    assert said == "numerics: exact (as the run in this folder began)"
     claim_folder(tmp_path, "task", describe(again))
 
 
@@ -132,7 +156,7 @@ def test_other_processes_take_what_the_first_has_written(tmp_path):
     assert choose_numerics(config, continues=True)[0] == began
 
 
-def test_an_evaluation_chooses_too_for_its_engine_knows_no_auto(tmp_path, monkeypatch):
+def test_an_evaluation_is_fast_for_its_engine_knows_no_auto_and_no_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     problems, seen = Problems(env=lambda number: None), []
 

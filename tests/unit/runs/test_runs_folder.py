@@ -72,6 +72,15 @@ def test_another_run_is_refused_and_changes_nothing(tmp_path, recipe, settings, 
     assert (tmp_path / "recipe.json").read_text() == before
 
 
+def test_a_run_may_stop_to_claim_equal_bits_but_not_begin_to(tmp_path):
+    fast, exact = (SETTINGS | {"trainer.numerics": name} for name in ("fast", "exact"))
+    claim_folder(tmp_path, "lookup.py", exact)
+    make_step(tmp_path)
+    assert claim_folder(tmp_path, "lookup.py", fast)
+    with pytest.raises(InvalidInputError, match=r"trainer.numerics must be 'fast' as in the run in .*, got 'exact'"):
+        claim_folder(tmp_path, "lookup.py", exact)
+
+
 def test_of_tables_that_differ_only_the_field_is_shown(tmp_path):
     one = {"function": "rewards.py:correct", "weight": 1.0, "timeout_s": 600.0}
     claim_folder(tmp_path, "lookup.py", SETTINGS | {"rewards": [one, one]})

@@ -431,7 +431,7 @@ def test_steps_whose_rollouts_were_not_kept_are_not_verified_and_the_others_are(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("trainer.numerics", "fast", "trainer.numerics must be exact: with fast ones .* got fast"),
+        ("trainer.numerics", "fast", "trainer.numerics must be exact .*--trainer.numerics exact.* got fast"),
         ("loop.max_staleness", 1, "loop.max_staleness must be 0: .* got 1"),
         ("curriculum", "my.py:make", "curriculum must be none: the state .* got my.py:make"),
         ("rollouts.sampling.top_k", 5, "rollouts.sampling must be without top_k"),

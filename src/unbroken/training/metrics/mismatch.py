@@ -98,7 +98,8 @@ def check_same_bits(samples: Sequence[TrainingSample], logprobs: Sequence[Logpro
                 f"numerics are exact, but {int(differ.sum())} of {len(positions)} logprobs of row {row} differ: at "
                 f"position {positions[first]}, id {sample.token_ids[positions[first]]} has {sampled[first]!r} from the "
                 f"sampler and {trained[first]!r} from the trainer, both by policy version {policy_version}. "
-                "Does the sampler have exact numerics too? Can the model have them (`unbroken numerics MODEL`)?"
+                "Does the sampler have exact numerics too? Can the model have them here (`unbroken numerics MODEL`)? "
+                "With --trainer.numerics fast a run begins, or continues, without this proof"
             )
 
 
