@@ -55,7 +55,7 @@ def list_sections() -> list[tuple[str, int]]:
         raise ValueError(f"README.md must have the heading {LAST_HEADING!r}")
     sections = _split("README.md", before + found + after.partition("\n## ")[0])
     page = (ROOT / "docs" / "getting-started.md").read_text("utf-8")
-    (printed,) = re.findall(r"```text\n(engine: .*?)```", page, re.DOTALL)
+    (printed,) = re.findall(r"```text\n(numerics: .*?)```", page, re.DOTALL)
     sections.append(("what `unbroken train` prints", _count(printed)))
     with tempfile.TemporaryDirectory() as folder:
         write_task(task := Path(folder) / "words")
