@@ -147,8 +147,11 @@ class _Run:
     def models(self) -> list[Path]:
         """The folders of models that are there."""
         known = [self.folder / FINAL, self.folder / BEST, self.folder / CANDIDATE]
-        each_step = self.folder / MODELS
-        return sorted(path for path in [*known, *(each_step.iterdir() if each_step.is_dir() else ())] if path.exists())
+        found = sorted(path for path in [*known, *_list_folder(self.folder / MODELS)] if path.exists())
+        if self.config.policies is None:
+            return found
+        names = self.config.policies.names
+        return [path / name for path in found for name in sorted({*names, *(own.name for own in _list_folder(path))})]
 
     @property
     def num_claimed(self) -> int:
@@ -281,10 +284,6 @@ def _check_settings(config: RunConfig, *, curriculum: str | None) -> None:
             "teacher.models", None if config.teacher is None else config.teacher.models,
             config.teacher is None or not any(map(is_address, config.teacher.models)),
             "models that can be loaded: what a server answered is in no file",
-        ),
-        (
-            "policies", config.policies, config.policies is None,
-            "left out: the engine computes adapters beside the weights, which has other bits than the trainer's sum",
         ),
         (
             "warm_start.data", config.warm_start and config.warm_start.data, config.warm_start is None,
@@ -433,6 +432,7 @@ class _RecordedSteps(GroupSource):
         self.opened: dict[int, RecordedStep] = {}
         """Steps whose groups were given."""
         self._files = run.files
+        self._policies = () if run.config.policies is None else run.config.policies.names
         self._steps = iter(range(start, stop))
         self._groups: dict[int, TrajectoryGroup] = {}
         self._number: int | None = None
@@ -451,7 +451,7 @@ class _RecordedSteps(GroupSource):
         if (step := next(self._steps, None)) is None:
             raise _DifferenceError(["the last step took more groups than its file has (groups/num_replaced)"])
         recorded = read_step(self._files[step])
-        groups = recorded.make_groups()
+        groups = recorded.make_groups(policies=self._policies)
         self.opened[step] = recorded
         ordered = [*groups[self.groups_per_step :], *groups[: self.groups_per_step]]
         self._groups |= {number + place: group for place, group in enumerate(ordered)}
@@ -530,6 +530,8 @@ class _Comparison(RunObserver):
             config = replace(self.run.config.export, merged=info.merged, dtype=dtype)
             models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
             again = models.write_final(num_steps)
+            if self.run.config.policies is not None:  # each has a folder of its own
+                again = again / folder.name
             names = [_list_files(each) for each in (again, folder)]
             if found := sorted(names[0] ^ names[1]):
                 which = "lacks" if found[0] in names[0] else "has also"
@@ -557,6 +559,7 @@ class _ComparedCheckpoints(Checkpoints):
         self._comparison = comparison
         self._start = start
         self._found = run.checkpoints
+        self._policies = run.config.policies
 
     def is_due(self, num_steps: int, *, last: int) -> bool:
         """Whether the run has one of this step."""
@@ -579,16 +582,21 @@ class _ComparedCheckpoints(Checkpoints):
         """Compare the checkpoint with the trainer and with the loop's own numbers."""
         folder = self._found[last.num_steps]
         found = [each for each in (trainer.find_difference(folder),) if each is not None]
-        extra = read_state(folder).state.processes[0].get("extra", {})
-        if extra.get("num_steps") != last.num_steps:
-            found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
-        if extra.get("groups") != last.groups:
-            found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
-        found += compare_metrics(extra.get("metrics", {}), last.metrics)
+        for own in [folder] if self._policies is None else [folder / name for name in self._policies.names]:
+            extra = read_state(own).state.processes[0].get("extra", {})
+            if extra.get("num_steps") != last.num_steps:
+                found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
+            if extra.get("groups") != last.groups:
+                found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
+            found += compare_metrics(extra.get("metrics", {}), last.metrics)
         if found:
             step = last.num_steps - 1
             raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
         self._comparison.compared.append(f"checkpoints/{folder.name}")
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _list_files(folder: Path) -> set[str]:
