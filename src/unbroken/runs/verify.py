@@ -523,15 +523,7 @@ class _Comparison(RunObserver):
         for folder in self.run.models:
             if (info := read_info(folder)) is None or info.step != num_steps:
                 continue
-            if info.dtype not in (None, *Precision):
-                known = ", ".join(Precision)
-                raise _DifferenceError([f"{folder / INFO} must have a dtype of {known}, or null; got {info.dtype!r}"])
-            dtype = None if info.dtype is None else Precision(info.dtype)
-            config = replace(self.run.config.export, merged=info.merged, dtype=dtype)
-            models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
-            again = models.write_final(num_steps)
-            if self.run.config.policies is not None:  # each has a folder of its own
-                again = again / folder.name
+            again = self._write_again(folder, info, num_steps)
             names = [_list_files(each) for each in (again, folder)]
             if found := sorted(names[0] ^ names[1]):
                 which = "lacks" if found[0] in names[0] else "has also"
@@ -541,6 +533,17 @@ class _Comparison(RunObserver):
             for name in sorted(names[0] - {ADAPTER_CONFIG}):
                 self._compare_file(again / name, folder / name)
             self.compared.append(str(folder.relative_to(self.run.folder)))
+
+    def _write_again(self, folder: Path, info: ModelInfo, num_steps: int) -> Path:
+        """Write the model that is in `folder` from the trainer, in the same form."""
+        if info.dtype not in (None, *Precision):
+            known = ", ".join(Precision)
+            raise _DifferenceError([f"{folder / INFO} must have a dtype of {known}, or null; got {info.dtype!r}"])
+        dtype = None if info.dtype is None else Precision(info.dtype)
+        config = replace(self.run.config.export, merged=info.merged, dtype=dtype)
+        models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
+        again = models.write_final(num_steps)
+        return again if self.run.config.policies is None else again / folder.name
 
     def _compare_file(self, path: Path, other: Path) -> None:
         try:

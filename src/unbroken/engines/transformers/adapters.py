@@ -151,11 +151,12 @@ class RowAdapters:
 
     def _merge(self, path: str, layer: nn.Linear, number: int) -> torch.Tensor:
         """The layer's weight with an adapter, as `UpdateLoader` merges the one of a single policy."""
-        if number not in self._matrices[path]:
+        matrices = self._matrices.get(path, {})  # none of a layer that earlier updates alone had adapters of
+        if number not in matrices:
             return layer.weight
         merged = self._merged[path]
         if number not in merged:
-            a_KD, b_EK = self._matrices[path][number]
+            a_KD, b_EK = matrices[number]
             merged[number] = layer.weight + b_EK @ a_KD
         return merged[number]
 

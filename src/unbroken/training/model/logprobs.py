@@ -112,8 +112,7 @@ class PolicyLogprobs(nn.Module):
         `eager` attention, which a model gets whose config `sdpa` does not follow. The model is left in training mode,
         which gradient checkpointing requires, without dropout. `routers` are the model's, to replay recorded experts.
         `counts_choices` says whether passes count how often experts are chosen. With exact `numerics` each row has a
-        lane to itself and shares no ids, and adapters are merged in each pass, as the sampler has them that gets these
-        `lora_updates`.
+        lane to itself and shares no ids, and adapters are merged in each pass, as a sampler by `lora_updates` has them.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
