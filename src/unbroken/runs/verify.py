@@ -29,7 +29,7 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.compare import compare_metrics, find_sampled
 from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig, is_address
 from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
-from unbroken.runs.export.files import INFO, read_info
+from unbroken.runs.export.files import INFO, ModelInfo, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
 from unbroken.runs.folder import RECIPE_FILE, find_state, may_change, read_recipe
 from unbroken.runs.models import find_revision

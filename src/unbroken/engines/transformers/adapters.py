@@ -14,6 +14,7 @@ all that were there.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ class RowAdapters:
         self._numbers: dict[str, int] = {}
         self._matrices: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         """A and B by the name of the linear layer, and by the adapter's number."""
-        self._merged: dict[str, dict[int, torch.Tensor]] = {}
+        self._merged: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
         """W + B A likewise, of those that rows had since the last update."""
         self._changed: set[str] = set()
         """The layers that compute with adapters, if their rows have some."""
@@ -98,7 +99,7 @@ class RowAdapters:
             }
             for path, layer in layers.items()
         }
-        self._merged = {path: {} for path in layers}
+        self._merged.clear()
         for path in layers.keys() - self._changed:
             self._change(path, layers[path])
 
