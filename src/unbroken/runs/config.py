@@ -659,8 +659,8 @@ class RunConfig:
             "warm_start": (self.warm_start is None, "left out: no row says whose it is"),
             "images": (not self.images, "false"),
             "trainer.numerics": (
-                self.trainer.numerics is not Numerics.EXACT,
-                "fast, or auto: the engine computes adapters beside the weights, and the trainer's sum has other bits",
+                self.trainer.numerics is not Numerics.EXACT or self._is_merged_by_engine,
+                "fast, or auto, with vLLM, whose sum of adapters and weights has other bits than the trainer's",
             ),
             "trainer.parallel": (
                 self.trainer.parallel.num_processes == self.trainer.parallel.sequence == 1,
@@ -732,6 +732,7 @@ class RunConfig:
             "engine.reuse_kv": engine.reuse_kv,
             "engine.processes_per_engine": engine.processes_per_engine > 1,
             "trainer.gradient_checkpointing": is_rounded and self.trainer.gradient_checkpointing,
+            "trainer.lora_updates": self.adapter_rank is not None and not self._is_merged_by_engine,
         }
         for name, is_refused in refused.items():
             if is_refused:
@@ -740,6 +741,11 @@ class RunConfig:
                     f"trainer.numerics must be fast with {name} = {value} and engine.kind {engine.kind}, got exact: it "
                     "is for vLLM with precision bfloat16, and for the embedded engine with float32"
                 )
+
+    @property
+    def _is_merged_by_engine(self) -> bool:
+        """Whether engines compute with W + B A where they get adapters, as embedded ones do, in float32; not vLLM."""
+        return self.precision is Precision.FLOAT32 and not self.engine.starts_vllm
 
     @property
     def adapter_rank(self) -> int | None:

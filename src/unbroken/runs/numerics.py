@@ -54,6 +54,7 @@ from unbroken.threads import give_memory_back
 from unbroken.training.config import SharedPrefixes
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.model.adapters import causal_lm
+from unbroken.training.policies import PolicyTrainers
 from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSample, token_ids
 
@@ -156,8 +157,12 @@ async def open_pair(config: RunConfig, source: str) -> AsyncIterator[tuple[RunEn
         fix_rotary(policy, opened.engine.context_length)
         policy, reference = prepare_model(policy, config)
         teachers = await open_teachers(stack, config, source, context_length=opened.engine.context_length)
-        own = {"objective": config.objective, "accelerator": accelerator, "reference": reference, "teachers": teachers}
-        yield opened, Trainer(policy, opened.adapt(config.training), **own)
+        training = opened.adapt(config.training)
+        own = {"objective": config.objective, "accelerator": accelerator, "reference": reference}
+        if config.policies is not None:
+            yield opened, PolicyTrainers(policy, training, policies=config.policies, **own)
+        else:
+            yield opened, Trainer(policy, training, teachers=teachers, **own)
 
 
 async def sample_row(

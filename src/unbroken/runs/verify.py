@@ -29,7 +29,7 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.compare import compare_metrics, find_sampled
 from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig, is_address
 from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
-from unbroken.runs.export.files import INFO, read_info
+from unbroken.runs.export.files import INFO, ModelInfo, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
 from unbroken.runs.folder import RECIPE_FILE, find_state, may_change, read_recipe
 from unbroken.runs.models import find_revision
@@ -147,8 +147,11 @@ class _Run:
     def models(self) -> list[Path]:
         """The folders of models that are there."""
         known = [self.folder / FINAL, self.folder / BEST, self.folder / CANDIDATE]
-        each_step = self.folder / MODELS
-        return sorted(path for path in [*known, *(each_step.iterdir() if each_step.is_dir() else ())] if path.exists())
+        found = sorted(path for path in [*known, *_list_folder(self.folder / MODELS)] if path.exists())
+        if self.config.policies is None:
+            return found
+        names = self.config.policies.names
+        return [path / name for path in found for name in sorted({*names, *(own.name for own in _list_folder(path))})]
 
     @property
     def num_claimed(self) -> int:
@@ -281,10 +284,6 @@ def _check_settings(config: RunConfig, *, curriculum: str | None) -> None:
             "teacher.models", None if config.teacher is None else config.teacher.models,
             config.teacher is None or not any(map(is_address, config.teacher.models)),
             "models that can be loaded: what a server answered is in no file",
-        ),
-        (
-            "policies", config.policies, config.policies is None,
-            "left out: the engine computes adapters beside the weights, which has other bits than the trainer's sum",
         ),
         (
             "warm_start.data", config.warm_start and config.warm_start.data, config.warm_start is None,
@@ -433,6 +432,7 @@ class _RecordedSteps(GroupSource):
         self.opened: dict[int, RecordedStep] = {}
         """Steps whose groups were given."""
         self._files = run.files
+        self._policies = () if run.config.policies is None else run.config.policies.names
         self._steps = iter(range(start, stop))
         self._groups: dict[int, TrajectoryGroup] = {}
         self._number: int | None = None
@@ -451,7 +451,7 @@ class _RecordedSteps(GroupSource):
         if (step := next(self._steps, None)) is None:
             raise _DifferenceError(["the last step took more groups than its file has (groups/num_replaced)"])
         recorded = read_step(self._files[step])
-        groups = recorded.make_groups()
+        groups = recorded.make_groups(policies=self._policies)
         self.opened[step] = recorded
         ordered = [*groups[self.groups_per_step :], *groups[: self.groups_per_step]]
         self._groups |= {number + place: group for place, group in enumerate(ordered)}
@@ -523,13 +523,7 @@ class _Comparison(RunObserver):
         for folder in self.run.models:
             if (info := read_info(folder)) is None or info.step != num_steps:
                 continue
-            if info.dtype not in (None, *Precision):
-                known = ", ".join(Precision)
-                raise _DifferenceError([f"{folder / INFO} must have a dtype of {known}, or null; got {info.dtype!r}"])
-            dtype = None if info.dtype is None else Precision(info.dtype)
-            config = replace(self.run.config.export, merged=info.merged, dtype=dtype)
-            models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
-            again = models.write_final(num_steps)
+            again = self._write_again(folder, info, num_steps)
             names = [_list_files(each) for each in (again, folder)]
             if found := sorted(names[0] ^ names[1]):
                 which = "lacks" if found[0] in names[0] else "has also"
@@ -539,6 +533,17 @@ class _Comparison(RunObserver):
             for name in sorted(names[0] - {ADAPTER_CONFIG}):
                 self._compare_file(again / name, folder / name)
             self.compared.append(str(folder.relative_to(self.run.folder)))
+
+    def _write_again(self, folder: Path, info: ModelInfo, num_steps: int) -> Path:
+        """Write the model that is in `folder` from the trainer, in the same form."""
+        if info.dtype not in (None, *Precision):
+            known = ", ".join(Precision)
+            raise _DifferenceError([f"{folder / INFO} must have a dtype of {known}, or null; got {info.dtype!r}"])
+        dtype = None if info.dtype is None else Precision(info.dtype)
+        config = replace(self.run.config.export, merged=info.merged, dtype=dtype)
+        models = KeptModels(config=config, trainer=self.trainer, source=self.run.source, output=self.scratch)
+        again = models.write_final(num_steps)
+        return again if self.run.config.policies is None else again / folder.name
 
     def _compare_file(self, path: Path, other: Path) -> None:
         try:
@@ -557,6 +562,7 @@ class _ComparedCheckpoints(Checkpoints):
         self._comparison = comparison
         self._start = start
         self._found = run.checkpoints
+        self._policies = run.config.policies
 
     def is_due(self, num_steps: int, *, last: int) -> bool:
         """Whether the run has one of this step."""
@@ -579,16 +585,21 @@ class _ComparedCheckpoints(Checkpoints):
         """Compare the checkpoint with the trainer and with the loop's own numbers."""
         folder = self._found[last.num_steps]
         found = [each for each in (trainer.find_difference(folder),) if each is not None]
-        extra = read_state(folder).state.processes[0].get("extra", {})
-        if extra.get("num_steps") != last.num_steps:
-            found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
-        if extra.get("groups") != last.groups:
-            found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
-        found += compare_metrics(extra.get("metrics", {}), last.metrics)
+        for own in [folder] if self._policies is None else [folder / name for name in self._policies.names]:
+            extra = read_state(own).state.processes[0].get("extra", {})
+            if extra.get("num_steps") != last.num_steps:
+                found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
+            if extra.get("groups") != last.groups:
+                found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
+            found += compare_metrics(extra.get("metrics", {}), last.metrics)
         if found:
             step = last.num_steps - 1
             raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
         self._comparison.compared.append(f"checkpoints/{folder.name}")
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _list_files(folder: Path) -> set[str]:

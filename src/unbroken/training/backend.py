@@ -573,6 +573,7 @@ class TrainerBackend:
             shared_prefixes=SharedPrefixes.NEVER if is_alone else self._config.shared_prefixes,
             counts_choices=counts,
             numerics=Numerics.FAST if self._is_as_vllm else self._config.numerics,
+            lora_updates=self._config.lora_updates,
         )
 
     @property

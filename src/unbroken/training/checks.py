@@ -48,6 +48,8 @@ def check_parts(
             raise InvalidInputError("numerics must be fast with gradient_checkpointing in bfloat16, got exact")
         if has_images:
             raise InvalidInputError("numerics must be fast with images, got exact: text is exact with images = false")
+        if config.lora_updates is LoraUpdates.ADAPTER:
+            raise InvalidInputError("numerics must be fast with lora_updates adapter in bfloat16, got exact")
         from unbroken.engines.vllm.numerics import share_kernels
 
         share_kernels()

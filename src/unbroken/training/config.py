@@ -445,7 +445,6 @@ class TrainerConfig:
             "routing_replay": self.routing_replay,
             "router_loss_weight": self.router_loss_weight > 0,
             "parallel": self.parallel != ParallelConfig(),
-            "lora_updates": self.lora_updates is LoraUpdates.ADAPTER,
         }
         return next((name for name, is_refused in refused.items() if is_refused), None)
 

@@ -32,7 +32,7 @@ from unbroken.rollout.policies import PoliciesConfig
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import Reference, TrainerConfig
 from unbroken.training.metrics.stats import ProcessStats, StepStats
-from unbroken.training.model.adapters import with_matrices
+from unbroken.training.model.adapters import checksum_of, with_matrices
 from unbroken.training.model.pretrained import AddFiles, ModelForm
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.objective.base import Objective
@@ -201,6 +201,40 @@ class PolicyTrainers(Trainer):
                 stack.enter_context(with_matrices(self._model, self._copies[policy]))
             yield trainer
 
+    @property
+    def weights_checksum(self) -> str | None:
+        """As `Trainer.weights_checksum`, of all policies and of the frozen copies that speak now."""
+        sums = [self._activate(name).weights_checksum for name in self._trainers]
+        known = [each for each in sums if each is not None]
+        return "-".join([*known, checksum_of(sorted(self._name_copies().items()))]) if len(known) == len(sums) else None
+
+    def find_difference(self, folder: Path) -> str | None:
+        """As `Trainer.find_difference`, of the first policy or frozen copy that differs."""
+        names, copies = _read_copies(folder)
+        if names != list(self._trainers):
+            return f"names of policies are {names}, and here {list(self._trainers)}"
+        for name in names:
+            if (found := self._activate(name).find_difference(folder / name)) is not None:
+                return f"{name}: {found}"
+        own, theirs = (
+            self._name_copies(),
+            {f"{name}/{key}": each for name, of in copies.items() for key, each in of.items()},
+        )
+        if own.keys() != theirs.keys():
+            return f"frozen copies are {sorted(copies)}, and here {sorted(self._copies)}"
+        return next(
+            (
+                f"frozen copies have other bits in {key}"
+                for key, each in own.items()
+                if not torch.equal(each, theirs[key])
+            ),
+            None,
+        )
+
+    def _name_copies(self) -> dict[str, torch.Tensor]:
+        """The matrices of the frozen copies, as updates and checkpoints name them."""
+        return {f"{name}/{key}": tensor for name, copy in self._copies.items() for key, tensor in copy.items()}
+
     def named_weights(self) -> WeightStream:
         """The adapters of all policies and copies, each matrix under the name of its policy (`weights.adapters`)."""
         self._keep_copies()
@@ -209,9 +243,7 @@ class PolicyTrainers(Trainer):
             for name in self._trainers
             for spec in self._activate(name).named_weights().specs
         ]
-        frozen = WeightStream.of(
-            (f"{name}/{key}", tensor) for name, copy in self._copies.items() for key, tensor in copy.items()
-        )
+        frozen = WeightStream.of(self._name_copies().items())
         return WeightStream([*specs, *frozen.specs], self._read_weights(frozen))
 
     def _read_weights(self, frozen: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
@@ -222,7 +254,7 @@ class PolicyTrainers(Trainer):
     def copy_state(self, *, extra: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
         """As `Trainer.copy_state`: a checkpoint of each policy in a folder of its name, and the frozen copies."""
         writers = {name: self._activate(name).copy_state(extra=extra) for name in self._trainers}
-        copies = {f"{name}/{key}": tensor for name, copy in self._copies.items() for key, tensor in copy.items()}
+        copies = self._name_copies()
 
         def write(folder: Path) -> None:
             try:

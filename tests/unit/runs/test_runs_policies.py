@@ -12,7 +12,7 @@ from unbroken.rollout.policies import PoliciesConfig
 from unbroken.runs.algorithms import Algorithm
 from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.collector import Problems
-from unbroken.runs.config import RunConfig
+from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.samplers import SamplerOpener
 from unbroken.runs.settings import build, section_of
 from unbroken.training.config import LoraUpdates
@@ -46,7 +46,10 @@ def test_engines_get_the_adapters_of_policies_and_never_merged_weights() -> None
         ({"teacher__models": ("teacher",)}, "teacher must be left out"),
         ({"warm_start__data": "rows.jsonl", "warm_start__steps": 1}, "warm_start must be left out"),
         ({"images": True}, "images must be false"),
-        ({"trainer__numerics": Numerics.EXACT}, "trainer.numerics must be fast"),
+        (
+            {"trainer__numerics": Numerics.EXACT, "engine__kind": EngineKind.COLOCATED, "precision": "bfloat16"},
+            "trainer.numerics must be fast, or auto, with vLLM, whose sum of adapters and weights",
+        ),
         ({"trainer__parallel__sequence": 2}, "trainer.parallel must be left out"),
         ({"trainer__compile": True}, "trainer.compile must be false"),
         ({"export__push_to_hub": "me/model"}, "export.push_to_hub must be left out"),
@@ -75,7 +78,7 @@ def test_problems_whose_rewards_are_of_no_policy_are_refused(problems: dict[str,
 def test_numerics_that_a_run_chooses_are_fast() -> None:
     config, why = choose_numerics(make_config(trainer__numerics=Numerics.AUTO), continues=False)
     assert config.trainer.numerics is Numerics.FAST
-    assert "the engine computes adapters beside the weights" in why
+    assert "exact takes at least 1.18 times as long" in why
 
 
 def test_commands_that_load_one_model_refuse_a_run_of_several_policies() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from support import letters_recipe
+from support import letters_recipe, talking
 from support.forks import fork_server
 from support.served import save_tiny_model
 from unbroken.cli import main
@@ -548,3 +548,91 @@ def test_steps_that_train_nothing_have_no_checksum_and_are_verified(tmp_path, mo
     assert None in [head["weights"] for head in heads]
     status, report = verify(capsys, tmp_path / "run")
     assert status == 0, report
+
+
+@pytest.fixture(scope="module")
+def talked(tmp_path_factory, model) -> Path:
+    """A run of two policies, in half of whose rollouts a frozen copy of the second answers."""
+    folder = tmp_path_factory.mktemp("talks")
+    (folder / "talk.toml").write_text(
+        f'model = "{model}"\nenvironment = "{talking.__file__}:Talk"\nevaluation.num_problems = 0\n'
+        'policies.names = ["first", "second"]\npolicies.copy_every = 1\nlora.rank = 2\nlora.alpha = 3\n'
+        "trainer.optimizer.learning_rate = 1e-2\nrollouts.problems_per_step = 4\n"
+    )
+    words = ["train", str(folder / "talk.toml"), *make_words(folder / "run", model, max_tokens=6)[2:]]
+    assert main([word for word in words if not word.startswith("--model")]) == 0
+    return folder / "run"
+
+
+def of_second(lines: list[Any]) -> dict[str, Any]:
+    """A rollout in which the second policy answered the first."""
+    return next(
+        line for line in lines[2:] if [turn["policy"] for turn in line["turns"]] == ["first", "second", "first"]
+    )
+
+
+def of_copy(lines: list[Any]) -> dict[str, Any]:
+    """One in which a frozen copy did, after an update."""
+    return next(line for line in lines[2:] if line["turns"][1]["policy"] in ("second@1", "second@2"))
+
+
+def change_id_of_a_copy(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        record = of_copy(lines)
+        next(row for row in record["rows"] if row["turns"] == [1])["token_ids"][-2] ^= 1
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def change_reward_of_the_second(run: Path) -> None:
+    def edit(lines: list[Any]) -> None:
+        of_second(lines)["reward_parts"]["second"] += 0.25
+
+    edit_lines(rollouts_of(run), edit)
+
+
+def say_that_a_copy_spoke(run: Path) -> None:
+    edit_lines(rollouts_of(run), lambda lines: of_second(lines)["turns"][1].update(policy="second@0"))
+
+
+def change_copies_with_their_digest(run: Path) -> None:
+    folder = run / "checkpoints" / "step-00000004"
+    flip_byte(folder / "copies.safetensors", -10)
+    digest = hashlib.sha256((folder / "copies.safetensors").read_bytes()).hexdigest()
+    edit_json(folder / "policies.json", lambda state: state["files"][0].update(sha256=digest))
+
+
+PLANTED_IN_POLICIES = [
+    (lambda run: None, "verified (4 of 4 steps"),
+    (change_id_of_a_copy, r"step 2: .*row \d: position \d+, id \d+: its logprob is"),
+    (change_reward_of_the_second, r"step 2: .*row \d: advantages is "),
+    (say_that_a_copy_spoke, r"step 2: .*row \d: (is_trained|position)"),
+    (change_copies_with_their_digest, "step 3: checkpoints/step-00000004: frozen copies have other bits in second@"),
+    (
+        lambda run: flip_byte(run / "checkpoints" / "step-00000002" / "second" / "__0_0.distcp", 20_000),
+        "step-00000002/second must hold a whole checkpoint",
+    ),
+    (
+        lambda run: edit_json(
+            run / "checkpoints" / "step-00000004" / "second" / "state.json",
+            lambda state: state["processes"][0]["rng"]["state"].update(state=1),
+        ),
+        "checkpoints/step-00000004: second: rng is ",
+    ),
+    (
+        lambda run: flip_byte(run / "final" / "second" / "adapter_model.safetensors", -10),
+        "final/second/adapter_model.safetensors has other bytes than the model after 4 steps",
+    ),
+    (lambda run: shutil.rmtree(run / "final" / "second"), "final/second: it has no unbroken.json that says"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), PLANTED_IN_POLICIES)
+def test_a_run_of_several_policies_is_verified_and_what_was_changed_in_it_is_named(
+    talked, tmp_path, capsys, change, said
+):
+    run = Path(shutil.copytree(talked, tmp_path / "talk"))
+    change(run)
+    status, report = verify(capsys, run)
+    assert status == (0 if said.startswith("verified") else 1), report
+    assert re.search(said if said.startswith("step 2") else re.escape(said), report), report

@@ -20,7 +20,7 @@ from support.fake_renderer import VOCAB_SIZE, FakeRenderer
 from support.models import tiny_qwen3
 from support.steps import train
 from unbroken.counters import Counters
-from unbroken.engines.transformers import TransformersEngine
+from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.ledger.tree import export_samples
 from unbroken.messages import get_text
@@ -39,7 +39,7 @@ from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.policies import PolicyTrainers
 from unbroken.training.trainer import Trainer
-from unbroken.types import SamplingParams, TrainingSample
+from unbroken.types import Numerics, SamplingParams, TrainingSample
 from unbroken.weights.base import InProcessPublisher
 
 METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -76,10 +76,10 @@ class Duel:
         pass
 
 
-def adapted(names: Sequence[str] = POLICIES.names) -> Any:
+def adapted(names: Sequence[str] = POLICIES.names, *, lora_alpha: int = 8) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        settings = LoraConfig(r=4, lora_alpha=lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(tiny_qwen3(vocab_size=VOCAB_SIZE), settings, adapter_name=names[0])
         for name in names[1:]:
             model.add_adapter(name, settings)
@@ -89,9 +89,13 @@ def adapted(names: Sequence[str] = POLICIES.names) -> Any:
 class Pair:
     """A trainer and the engine that samples for it."""
 
-    def __init__(self) -> None:
-        self.engine = TransformersEngine(tiny_qwen3(vocab_size=VOCAB_SIZE))
-        self.trainer = PolicyTrainers(adapted(), CONFIG, policies=POLICIES, accelerator=Accelerator(cpu=True))
+    def __init__(self, numerics: Numerics = Numerics.FAST) -> None:
+        own = TransformersEngineConfig(numerics=numerics)
+        self.engine = TransformersEngine(tiny_qwen3(vocab_size=VOCAB_SIZE), config=own)
+        # With a scaling that is no power of two: B times it is rounded.
+        model = adapted(lora_alpha=8 if numerics is Numerics.FAST else 3)
+        config = replace(CONFIG, numerics=numerics)
+        self.trainer = PolicyTrainers(model, config, policies=POLICIES, accelerator=Accelerator(cpu=True))
 
     async def sample(self, seed: int, *, other: str = "critic", n: int = 8) -> TrajectoryGroup:
         return await run_group(
@@ -191,6 +195,21 @@ async def test_a_policys_update_is_that_of_a_trainer_which_has_it_alone() -> Non
     await pair.engine.close()
 
 
+async def test_with_exact_numerics_rows_of_all_policies_and_copies_in_one_batch_have_the_trainers_bits() -> None:
+    pair = Pair(Numerics.EXACT)
+    found = []
+    for seed in range(3):
+        await pair.step(seed)  # it ends the run where a bit differs
+        found.append(pair.stats.mismatch)
+    assert [(each.equal_share, each.k3) for each in found] == [(1.0, 0.0)] * 3
+    others = ("critic", "critic@2", "critic@0")
+    groups = await asyncio.gather(*(pair.sample(10 + k, other=other) for k, other in enumerate(others)))
+    rows = [row for group in groups for row in rows_of(group)]
+    assert {row.policy for row in rows} == {"solver", *others}
+    assert mismatch_of_rows(rows, pair.trainer.logprobs(rows)).equal_share == 1.0
+    await pair.engine.close()
+
+
 async def test_advantages_compare_what_one_policy_said_by_its_own_rewards() -> None:
     pair = Pair()
     group = await pair.sample(0)
@@ -239,14 +258,12 @@ class Source(GroupSource):
         self._pair = pair
 
     async def sample(self, number: int) -> TrajectoryGroup:
-        """One rollout after the other: what a batch holds depends on the time, and its bits on what it holds."""
-        other = "critic@past" if number % 3 == 2 else "critic"
-        groups = [await self._pair.sample(8 * number + k, other=other, n=1) for k in range(8)]
-        return TrajectoryGroup(group_id=str(number), trajectories=tuple(each.trajectories[0] for each in groups))
+        """Many at once: what a batch holds depends on the time, and with exact numerics no bit on what it holds."""
+        return await self._pair.sample(8 * number, other="critic@past" if number % 3 == 2 else "critic")
 
 
 async def run(folder: Path, num_steps: int) -> Pair:
-    pair = Pair()
+    pair = Pair(Numerics.EXACT)
     with MetricsWriter(folder / "metrics") as metrics:
         await train(
             Source(pair),

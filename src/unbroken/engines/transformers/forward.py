@@ -96,7 +96,7 @@ class SlotForward:
             _use_grouped_sdpa(model)
         self.device: torch.device = model.device
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self.adapters = RowAdapters()
+        self.adapters = RowAdapters(exact_multiple=self.row_multiple if self.is_exact else None)
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = _SlotCache(self._num_layers)
         # transformers 5.24 warns of the name that it had before, and models of other code still have that one.

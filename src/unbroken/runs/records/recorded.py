@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse
+from unbroken.rollout.policies import Speech
 from unbroken.rollout.trajectory import SpanReward, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 from unbroken.runs.records.files import MAX_TEXT, MAX_TEXTS, TEXTS, make_first_lines, read_all, summarize
 from unbroken.types import FinishReason, LogitControls, SampledSequence, VersionSpan
@@ -43,8 +44,9 @@ class RecordedStep:
     records: Sequence[Mapping[str, Any]]
     """A line for each trajectory."""
 
-    def make_groups(self) -> list[TrajectoryGroup]:
-        """The groups, with all that training needs. Parsed calls and images in messages are not read back.
+    def make_groups(self, *, policies: Sequence[str] = ()) -> list[TrajectoryGroup]:
+        """The groups, with all that training needs. Parsed calls and images in messages are not read back; of several
+        `policies` (`rollout.policies`), nor which messages each had.
 
         Raises:
             InvalidInputError: a record is incomplete, or does not fit together.
@@ -52,7 +54,7 @@ class RecordedStep:
         groups = []
         for name, siblings in itertools.groupby(self.records, key=lambda record: record.get("group")):
             records = list(siblings)
-            members = tuple(self._make_trajectory(record) for record in records)
+            members = tuple(self._make_trajectory(record, policies) for record in records)
             data = records[0].get("data")
             groups.append(TrajectoryGroup(group_id=str(name), trajectories=members, data=data))
         return groups
@@ -72,9 +74,9 @@ class RecordedStep:
         changed = [name for name in columns if columns[name] != made.get(name)]
         return next(iter(changed), "texts" if self.texts != texts["texts"] else None)
 
-    def _make_trajectory(self, record: Mapping[str, Any]) -> Trajectory:
+    def _make_trajectory(self, record: Mapping[str, Any], policies: Sequence[str]) -> Trajectory:
         try:
-            return _make_trajectory(record)
+            return _make_trajectory(record, policies)
         except (TypeError, ValueError, AttributeError, LookupError, InvariantError) as error:
             raise InvalidInputError(
                 f"{self.path} must have whole records, and trajectory {record.get('trajectory')} is none: "
@@ -90,13 +92,57 @@ def read_step(path: Path) -> RecordedStep:
     return RecordedStep(path=path, head=lines[0], texts=texts, records=records)
 
 
-def _make_trajectory(record: Mapping[str, Any]) -> Trajectory:
+def _make_trajectory(record: Mapping[str, Any], policies: Sequence[str]) -> Trajectory:
+    if not policies:
+        tree, turns = _make_tree(record["rows"], record["turns"])
+        _check_turns(record, len(turns))
+        return _fill(record, tree, turns)
+    speakers = dict.fromkeys(str(turn["policy"]) for turn in record["turns"])
+    conversations = {name: _make_tree(*_take_conversation(record, name)) for name in speakers}
+    _check_turns(record, sum(len(turns) for _, turns in conversations.values()))
+    rest = {name: iter(turns) for name, (_, turns) in conversations.items()}
+    said = [
+        Speech(policy=name, given=(), replaces=False, turn=next(rest[name]))
+        for name in (str(turn["policy"]) for turn in record["turns"])
+    ]
+    tree, joined, _ = Speech.join(said, {name: own for name, (own, _) in conversations.items()}, ())
+    whole = _fill(record, tree, joined)
+    parts = {name: _make_part(whole, name, *conversations[name]) for name in policies if name in conversations}
+    return replace(whole, parts=parts)
+
+
+def _take_conversation(
+    record: Mapping[str, Any], speaker: str
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """The rows and turns of who spoke, of several policies."""
+    turns = record["turns"]
+    rows = [row for row in record["rows"] if turns[row["turns"][0]]["policy"] == speaker]
+    return rows, [turn for turn in turns if turn["policy"] == speaker]
+
+
+def _check_turns(record: Mapping[str, Any], num_found: int) -> None:
+    if num_found != len(record["turns"]):
+        raise InvariantError(f"rows have the sampled ids of {num_found} turns, and there are {len(record['turns'])}")
+
+
+def _make_part(whole: Trajectory, name: str, tree: TokenTree, turns: Sequence[Turn]) -> Trajectory:
+    """What one policy said, as `run_rollout` gives it to the trainer."""
+    pairs = zip(whole.turns, whole.turn_rewards, strict=False)
+    return replace(
+        whole,
+        trajectory_id=f"{whole.trajectory_id}/{name}",
+        tree=tree,
+        turns=tuple(turns),
+        reward=whole.reward_parts.get(name),
+        turn_rewards=tuple(reward for turn, reward in pairs if turn.policy == name),
+        counters=Counters(),
+    )
+
+
+def _fill(record: Mapping[str, Any], tree: TokenTree, turns: Sequence[Turn]) -> Trajectory:
     counters, status = Counters(), TrajectoryStatus(record["status"])
     for key, times in record["counters"].items():
         counters.add(key, times)
-    tree, turns = _make_tree(record["rows"], record["turns"])
-    if len(turns) != len(record["turns"]):
-        raise InvariantError(f"rows have the sampled ids of {len(turns)} turns, and there are {len(record['turns'])}")
     rewards = [turn["reward"] for turn in record["turns"]]
     return Trajectory(
         trajectory_id=record["trajectory"],
@@ -143,8 +189,9 @@ def _make_tree(
         if parent is None:
             raise InvariantError(f"node {number} is sampled, and has no prompt")
         sequence = _make_sequence(row, segment["start"], segment["stop"], recorded[len(turns)])
-        added[number] = tree.add_sampled(sequence, parent=parent)
-        turns.append(_make_turn(sequence, parent, added[number], message=recorded[len(turns)]["message"]))
+        turn = recorded[len(turns)]
+        added[number] = tree.add_sampled(sequence, parent=parent, policy=turn["policy"])
+        turns.append(_make_turn(sequence, parent, added[number], message=turn["message"], policy=turn["policy"]))
     return tree, turns
 
 
@@ -215,7 +262,9 @@ def _make_sequence(row: Mapping[str, Any], start: int, stop: int, turn: Mapping[
     )
 
 
-def _make_turn(sequence: SampledSequence, prompt_end: Position, end: Position, *, message: Message) -> Turn:
+def _make_turn(
+    sequence: SampledSequence, prompt_end: Position, end: Position, *, message: Message, policy: str | None
+) -> Turn:
     return Turn(
         prompt_end=prompt_end,
         end=end,
@@ -225,4 +274,5 @@ def _make_turn(sequence: SampledSequence, prompt_end: Position, end: Position, *
         bridge=None,
         fork=None,
         cut_by=None,
+        policy=policy,
     )

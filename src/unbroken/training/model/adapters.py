@@ -15,6 +15,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -163,8 +164,11 @@ def fuse_adapters(model: Any) -> int:
     return len(found)
 
 
-def merge_in_passes(model: Any) -> int:
+def merge_in_passes(model: Any, *, scales_b: bool = False) -> int:
     """Let LoRA layers compute with W + scaling * B A, as a sampler with merged weights does; returns how many.
+
+    With `scales_b` it is W + (scaling B) A, as a sampler has it that got the adapter alone and has merged it: the last
+    bit is another one where the scaling is no power of two.
 
     Raises:
         InvalidInputError: an adapter changes another layer than a linear one, is more than A and B (DoRA, a bias of B),
@@ -185,15 +189,18 @@ def merge_in_passes(model: Any) -> int:
             raise InvalidInputError(
                 f"numerics must be fast with the adapter of {name}: it is merged, or more than A and B"
             )
-        layer.forward = MethodType(_forward_merged, layer)
+        layer.forward = partial(_forward_merged, layer, scales_b=scales_b)
     return len(layers)
 
 
-def _forward_merged(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _forward_merged(self: Any, x: torch.Tensor, *, scales_b: bool) -> torch.Tensor:
     base = self.get_base_layer()
     names = () if self.disable_adapters else self.active_adapters
     with torch.no_grad():
-        changes = [self.get_delta_weight(name) for name in names]
+        changes = [
+            _scale_b(self, name) @ self.lora_A[name].weight if scales_b else self.get_delta_weight(name)
+            for name in names
+        ]
     merged = {**dict(base.named_parameters()), "weight": sum(changes, base.weight)}
     output: torch.Tensor = functional_call(base, {name: each.to(x.dtype) for name, each in merged.items()}, (x,))
     for name in names:
@@ -376,7 +383,12 @@ def gather_adapter(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tens
     (active,) = model.active_adapters
     for name, layer in _adapted_layers(model):
         yield name + A, gather(layer.lora_A[active].weight)
-        yield name + B, gather(layer.lora_B[active].weight) * layer.scaling[active]
+        yield name + B, _scale_b(layer, active, gather=gather)
+
+
+def _scale_b(layer: Any, name: str, *, gather: Any = _itself) -> Any:
+    """B as engines get it."""
+    return gather(layer.lora_B[name].weight) * layer.scaling[name]
 
 
 def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
@@ -416,16 +428,21 @@ def with_matrices(model: Any, matrices: Mapping[str, torch.Tensor]) -> Iterator[
     """Let the active adapter compute with others of its matrices, which are those of `gather_adapter`."""
     (active,) = model.active_adapters
     own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    scalings: list[tuple[dict[str, float], float]] = []
     for name, layer in _adapted_layers(model):
         a, b = layer.lora_A[active].weight, layer.lora_B[active].weight
         own += [(a, a.clone()), (b, b.clone())]
+        scalings.append((layer.scaling, layer.scaling[active]))
         a.copy_(matrices[name + A])
-        b.copy_(matrices[name + B] / layer.scaling[active])
+        b.copy_(matrices[name + B])
+        layer.scaling[active] = 1.0  # it is in these already, and B / scaling * scaling would have other bits
     try:
         yield
     finally:
         for parameter, values in own:
             parameter.copy_(values)
+        for scaling, value in scalings:
+            scaling[active] = value
 
 
 def checksum_of(named: Sequence[tuple[str, torch.Tensor]], *, gather: Any = _itself) -> str:

@@ -33,7 +33,7 @@ from unbroken.exactness import (
     get_tolerance,
 )
 from unbroken.routing import LIVE, Routers
-from unbroken.training.config import Packing, SharedPrefixes
+from unbroken.training.config import LoraUpdates, Packing, SharedPrefixes
 from unbroken.training.model.adapters import causal_lm, fuse_adapters, keep_residual_exact, merge_in_passes
 from unbroken.training.model.backbone import (
     accepted_inputs,
@@ -106,12 +106,13 @@ class PolicyLogprobs(nn.Module):
         shared_prefixes: SharedPrefixes = SharedPrefixes.NEVER,
         counts_choices: bool = False,
         numerics: Numerics = Numerics.FAST,
+        lora_updates: LoraUpdates = LoraUpdates.MERGED,
     ) -> None:
         """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward` with
         `eager` attention, which a model gets whose config `sdpa` does not follow. The model is left in training mode,
         which gradient checkpointing requires, without dropout. `routers` are the model's, to replay recorded experts.
         `counts_choices` says whether passes count how often experts are chosen. With exact `numerics` each row has a
-        lane to itself and shares no ids, and adapters are merged in each pass, as the sampler has them.
+        lane to itself and shares no ids, and adapters are merged in each pass, as a sampler by `lora_updates` has them.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
@@ -144,7 +145,7 @@ class PolicyLogprobs(nn.Module):
         self._row_multiple = 1
         self._is_as_vllm = False
         if is_exact:
-            merge_in_passes(model)
+            merge_in_passes(model, scales_b=lora_updates is LoraUpdates.ADAPTER)
             self._row_multiple = attend_exactly(causal, takes_images=images is not None)
         self._check_on_few_ids(embeddings_VD.device, images, counts_choices=counts_choices)
         if (reason := find_length_dependence(causal)) is not None:

@@ -11,10 +11,10 @@ import pytest
 
 from support.adapted import with_lora
 from support.models import tiny_qwen3
-from unbroken.engines.transformers import TransformersEngine
+from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import SamplingError
 from unbroken.training.model.weights import gather_adapter_weights, gather_weights
-from unbroken.types import SampleRequest, SampleResult, SamplingParams
+from unbroken.types import Numerics, SampleRequest, SampleResult, SamplingParams
 from unbroken.weights.sources import TensorSource
 
 PROMPT = np.arange(1, 30) % 16
@@ -59,6 +59,22 @@ async def test_rows_of_one_batch_are_sampled_each_with_its_own_adapter() -> None
     assert left.sequences[0].completion_ids.tolist() != right.sequences[0].completion_ids.tolist()
     assert left.sequences[0].version_spans[0].policy_version == 1
     assert engine.adapters == ("left", "right")
+    await engine.close()
+
+
+async def test_with_exact_numerics_rows_have_the_same_bits_in_one_batch_alone_and_by_kept_keys() -> None:
+    engine = TransformersEngine(tiny_qwen3(), config=TransformersEngineConfig(numerics=Numerics.EXACT))
+    await engine.update_weights(both(1, 2), policy_version=1)
+    names = ("left", None, "right", "left")
+    together = await asyncio.gather(*(ask(engine, name) for name in names))
+    again = [await ask(engine, name) for name in names]
+    assert engine.stats.num_reused > 0
+    await engine.update_weights(both(3, 2), policy_version=2)
+    changed = [await ask(engine, name) for name in names]
+    bits = [[each.sequences[0].rollout_logprobs.tobytes() for each in found] for found in (together, again, changed)]
+    assert bits[0] == bits[1]
+    assert [one == other for one, other in zip(bits[1], bits[2], strict=True)] == [False, True, True, False]
+    assert len(set(bits[0])) == 3
     await engine.close()
 
 
