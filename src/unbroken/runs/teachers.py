@@ -371,14 +371,16 @@ def _split(trajectory: Trajectory) -> list[_Given] | None:
         return None
     found: list[_Given] = []
     so_far, start, tree = token_ids([]), 0, trajectory.tree
+    seen: tuple[ImageSpan, ...] = ()
     for place, turn in zip(places, trajectory.turns, strict=True):
         prompt, num_ids = tree.token_ids(turn.prompt_end), len(so_far)
-        if not np.array_equal(prompt[:num_ids], so_far):
+        spans = tree.images(turn.prompt_end)
+        # Another image of the same size has the same ids.
+        if not np.array_equal(prompt[:num_ids], so_far) or spans[: len(seen)] != seen:
             return None
-        later = (span for span in tree.images(turn.prompt_end) if span.offset >= num_ids)
-        images = tuple(replace(span, offset=span.offset - num_ids) for span in later)
+        images = tuple(replace(span, offset=span.offset - num_ids) for span in spans[len(seen) :])
         found.append(_Given(messages[start:place], prompt[num_ids:], images))
-        so_far, start = tree.token_ids(turn.end), place + 1
+        so_far, seen, start = tree.token_ids(turn.end), spans, place + 1
     return found
 
 

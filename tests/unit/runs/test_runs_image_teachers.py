@@ -127,6 +127,7 @@ async def test_the_policy_itself_is_at_no_distance_from_itself_with_images(visio
 
 ASKED = "Which is larger?"
 HINT = "It is the first. " + ASKED
+FIRST, SECOND = (encode_picture(picture(56, 84, seed=seed)) for seed in (8, 9))
 
 
 def image_of(picture_file: Any) -> Any:
@@ -209,22 +210,28 @@ async def show_twice(session: AgentSession) -> float:
     return 0.0
 
 
-async def test_pictures_that_an_agent_sends_are_its_teachers_too(qwen, tmp_path):
-    inputs = ImageInputs(processor=qwen.images, loader=ImageLoader(files=False))
+async def run_agent(stack: AsyncExitStack, agent: Any, vision: Vision, folder: Path) -> TrajectoryGroup:
+    """A session of an agent at a gateway that takes images."""
+    inputs = ImageInputs(processor=vision.images, loader=ImageLoader(files=False))
     app = create_gateway(
         vision_engine(),
         lambda options: TemplateRenderer(vision_tokenizer(), template_kwargs=options, images=inputs),
         TextCodec(vision_tokenizer()),
         ServerConfig(model_name="tiny"),
-        store=open_store(str(tmp_path / "store")),
-        image_processor=qwen.images,
+        store=open_store(str(folder / "store")),
+        image_processor=vision.images,
     )
+    await stack.enter_async_context(app.router.lifespan_context(app))
+    client = await stack.enter_async_context(AsyncClient(await stack.enter_async_context(host_app(app))))
+    settings: Any = {"sampling": SamplingParams(max_tokens=9), "limits": Limits(), "group_id": "0"}
+    group = await run_agent_group(agent, 1, gateway=client.sessions, task={}, **settings)
+    assert [each.error for each in group.trajectories] == [None]
+    return group
+
+
+async def test_pictures_that_an_agent_sends_are_its_teachers_too(qwen, tmp_path):
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(app.router.lifespan_context(app))
-        client = await stack.enter_async_context(AsyncClient(await stack.enter_async_context(host_app(app))))
-        settings: Any = {"sampling": SamplingParams(max_tokens=9), "limits": Limits(), "group_id": "0"}
-        group = await run_agent_group(show_twice, 1, gateway=client.sessions, task={}, **settings)
-        assert [each.error for each in group.trajectories] == [None]
+        group = await run_agent(stack, show_twice, qwen, tmp_path)
         teachers = await open_one(stack, qwen, qwen.folder, prompt="hint")
         task = teachers.find_task(replace(group, data={"columns": {"hint": HINT}}))
         assert task is not None
@@ -236,6 +243,31 @@ async def test_pictures_that_an_agent_sends_are_its_teachers_too(qwen, tmp_path)
     text = vision_tokenizer().decode(own.token_ids)
     assert "Look." not in text
     assert text.count("It is the first.") == 1
+
+
+async def replace_picture(session: AgentSession) -> float:
+    """An agent that shows another picture of the same size in its first message, once that has an answer."""
+    async with httpx.AsyncClient(base_url=session.anthropic_base_url) as client:
+        messages: list[Any] = [user_message("what", data_url(FIRST), "is it?")]
+        answer = await client.post(CHAT, json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+        shown = user_message("what", data_url(SECOND), "is it?")
+        messages = [shown, answer.json()["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+        assert (await client.post(CHAT, json={"messages": messages})).status_code == 200
+    return 0.0
+
+
+async def test_a_picture_that_an_agent_replaced_by_one_of_the_same_size_is_a_fork(qwen, tmp_path):
+    """Its ids continue the turn before: only the picture says that the second row had another prompt."""
+    async with AsyncExitStack() as stack:
+        group = await run_agent(stack, replace_picture, qwen, tmp_path)
+        (trajectory,) = group.trajectories
+        rows = export_samples(trajectory.tree, 0.0)
+        assert [[span.image for span in row.images] for row in rows] == [[FIRST], [SECOND]]
+        teachers = await open_one(stack, qwen, qwen.folder, prompt="hint")
+        task = teachers.find_task(replace(group, data={"columns": {"hint": HINT}}))
+        assert task is not None
+        assert task.unproven == {trajectory.trajectory_id: "forked"}
 
 
 async def test_the_places_of_a_prompt_get_the_pictures_in_their_order(qwen):
