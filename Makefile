@@ -43,7 +43,8 @@ SUITE := -n 3 --durations 25 --durations-min 5
 OF_TEST := not e2e and not nightly and not gpu and not clients and not real
 OF_E2E := e2e and not nightly and not gpu and not clients and not real
 IN_TEST := tests/contract tests/gpu tests/property tests/unit
-IN_E2E := $$(grep -rlE 'vllm|mark\.e2e' --include='test_*.py' $(IN_TEST) | sort) tests/e2e
+IN_E2E := $$({ find $(IN_TEST) -path '*vllm*' -name 'test_*.py'; \
+	grep -rlE 'vllm|mark\.e2e' --include='test_*.py' $(IN_TEST); } | sort -u) tests/e2e
 TESTS := tests
 
 quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at most; `make quick ARGS='-k word'`

@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 OF_TEST = ("contract", "gpu", "property", "unit")
 """The folders that `make test` collects; those of a GPU only to see that they can be imported."""
 SAYS_E2E = re.compile(r"vllm|mark\.e2e")
-"""In the text of each file outside of tests/e2e that `make e2e` collects."""
+"""In the path or the text of each file outside of tests/e2e that `make e2e` collects."""
 
 
 def check_has_target(item: pytest.Item) -> None:
@@ -42,4 +42,4 @@ def find_target(path: Path, marks: Set[str]) -> str | None:
 @functools.cache
 def says_e2e(path: Path) -> bool:
     """Whether `make e2e` collects a file outside of tests/e2e."""
-    return SAYS_E2E.search((TESTS / path).read_text("utf-8")) is not None
+    return SAYS_E2E.search(f"{path}\n{(TESTS / path).read_text('utf-8')}") is not None

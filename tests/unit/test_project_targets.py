@@ -50,6 +50,7 @@ def test_marks_of_other_targets_are_left_out(target: str) -> None:
         ("unit/test_types.py", {"e2e"}, None),  # nothing in its text says so
         ("unit/test_types.py", {"nightly"}, "nightly"),
         ("unit/training/test_training_processes.py", {"e2e"}, "e2e"),
+        ("unit/engines/vllm/weights/test_vllm_weights_checkpoint.py", {"e2e"}, "e2e"),  # by its path alone
         ("e2e/test_demo.py", {"e2e"}, "e2e"),
         ("e2e/test_demo.py", {"e2e", "nightly"}, "nightly"),
         ("e2e/test_clients.py", {"e2e", "clients"}, "clients"),
