@@ -223,6 +223,8 @@ def _run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)
+    if (cache := variables.get("HF_DATASETS_CACHE")) is not None and "datasets" in sys.modules:
+        vars(sys.modules["datasets"].config)["HF_DATASETS_CACHE"] = Path(cache)  # it is read at the import
     os.chdir(folder)  # that of the fork server is where it was started
     with output.open("ab") as file, errors.open("ab") as error_file:
         os.dup2(file.fileno(), 1)
