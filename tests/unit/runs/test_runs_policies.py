@@ -78,7 +78,7 @@ def test_problems_whose_rewards_are_of_no_policy_are_refused(problems: dict[str,
 def test_numerics_that_a_run_chooses_are_fast() -> None:
     config, why = choose_numerics(make_config(trainer__numerics=Numerics.AUTO), continues=False)
     assert config.trainer.numerics is Numerics.FAST
-    assert "exact takes at least 1.18 times as long" in why
+    assert "exact is slower on a CPU" in why
 
 
 def test_commands_that_load_one_model_refuse_a_run_of_several_policies() -> None:
