@@ -84,4 +84,5 @@ def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(t
     # The rollouts of a step are written beside the next one: those of the last one before the kill may be missing.
     problems = run.problems()[: 2 * len(lines)]
     assert len(problems) >= 2 * (len(lines) - 1)
-    assert sorted(problems) == list(range(len(problems)))
+    assert len({*problems}) == len(problems)
+    assert {*problems} <= {*range(2 * len(lines))}
