@@ -14,7 +14,8 @@ ROOT = TESTS.parent
 
 def read_command(target: str) -> list[str]:
     """The words of the command that a target runs."""
-    words = ["make", "--dry-run", "--old-file=.venv/.installed", target]
+    # A `make` that `make test` has started would name its folder too.
+    words = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.installed", target]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     words = ["bash", "-c", f"printf '%s\\n' {done.stdout.rpartition(' -m pytest ')[2]}"]
     split = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
