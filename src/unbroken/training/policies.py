@@ -206,7 +206,9 @@ class PolicyTrainers(Trainer):
         """As `Trainer.weights_checksum`, of all policies and of the frozen copies that speak now."""
         sums = [self._activate(name).weights_checksum for name in self._trainers]
         known = [each for each in sums if each is not None]
-        return "-".join([*known, checksum_of(sorted(self._name_copies().items()))]) if len(known) == len(sums) else None
+        return (
+            "-".join([*known, checksum_of(sorted(_flatten(self._copies).items()))]) if len(known) == len(sums) else None
+        )
 
     def find_difference(self, folder: Path) -> str | None:
         """As `Trainer.find_difference`, of the first policy or frozen copy that differs."""
@@ -216,24 +218,11 @@ class PolicyTrainers(Trainer):
         for name in names:
             if (found := self._activate(name).find_difference(folder / name)) is not None:
                 return f"{name}: {found}"
-        own, theirs = (
-            self._name_copies(),
-            {f"{name}/{key}": each for name, of in copies.items() for key, each in of.items()},
-        )
+        own, theirs = _flatten(self._copies), _flatten(copies)
         if own.keys() != theirs.keys():
             return f"frozen copies are {sorted(copies)}, and here {sorted(self._copies)}"
-        return next(
-            (
-                f"frozen copies have other bits in {key}"
-                for key, each in own.items()
-                if not torch.equal(each, theirs[key])
-            ),
-            None,
-        )
-
-    def _name_copies(self) -> dict[str, torch.Tensor]:
-        """The matrices of the frozen copies, as updates and checkpoints name them."""
-        return {f"{name}/{key}": tensor for name, copy in self._copies.items() for key, tensor in copy.items()}
+        differ = next((name for name, tensor in own.items() if not torch.equal(tensor, theirs[name])), None)
+        return None if differ is None else f"frozen copies have other bits in {differ}"
 
     def named_weights(self) -> WeightStream:
         """The adapters of all policies and copies, each matrix under the name of its policy (`weights.adapters`)."""
@@ -243,7 +232,7 @@ class PolicyTrainers(Trainer):
             for name in self._trainers
             for spec in self._activate(name).named_weights().specs
         ]
-        frozen = WeightStream.of(self._name_copies().items())
+        frozen = WeightStream.of(_flatten(self._copies).items())
         return WeightStream([*specs, *frozen.specs], self._read_weights(frozen))
 
     def _read_weights(self, frozen: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
@@ -254,7 +243,7 @@ class PolicyTrainers(Trainer):
     def copy_state(self, *, extra: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
         """As `Trainer.copy_state`: a checkpoint of each policy in a folder of its name, and the frozen copies."""
         writers = {name: self._activate(name).copy_state(extra=extra) for name in self._trainers}
-        copies = self._name_copies()
+        copies = _flatten(self._copies)
 
         def write(folder: Path) -> None:
             try:
@@ -306,6 +295,11 @@ def _write_copies(folder: Path, names: Sequence[str], copies: Mapping[str, torch
     (folder / STATE).write_text(json.dumps({"names": list(names), "files": files}, indent=1), "utf-8")
     for name in (_COPIES, STATE):
         flush_to_disk(folder / name)
+
+
+def _flatten(copies: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The matrices of frozen copies, as updates and checkpoints name them."""
+    return {f"{policy}/{name}": tensor for policy, copy in copies.items() for name, tensor in copy.items()}
 
 
 def _read_copies(folder: Path) -> tuple[list[str], dict[str, dict[str, torch.Tensor]]]:

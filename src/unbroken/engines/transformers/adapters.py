@@ -115,11 +115,9 @@ class RowAdapters:
         """Set the adapter of each row of the next pass."""
         self._num_rows = len(numbers_R)
         numbers = sorted(set(numbers_R.tolist()))
-        self._rows = [
-            (number, torch.from_numpy(np.flatnonzero(numbers_R == number)).to(device))
-            for number in numbers
-            if numbers != [BASE]
-        ]
+        if numbers == [BASE]:
+            numbers = []
+        self._rows = [(number, torch.from_numpy(np.flatnonzero(numbers_R == number)).to(device)) for number in numbers]
 
     def _add(self, path: str, _: nn.Module, inputs: Any, output_RTE: torch.Tensor) -> torch.Tensor:
         """The layer's result, plus x A' B' of the rows that have an adapter."""

@@ -57,7 +57,7 @@ class Recorder:
     _writing: asyncio.Task[Path] | None = field(init=False, default=None)
     """Of the last step's file."""
     _hurry: threading.Event = field(init=False, default_factory=threading.Event)
-    """Set once somebody waits for it."""
+    """Set once it is waited for."""
 
     async def record(self, rollouts: StepRollouts) -> None:
         """Begin to write the chosen groups of a step, after those of the step before. Every process calls it.
