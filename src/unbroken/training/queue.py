@@ -324,8 +324,8 @@ class GroupQueue:
             self._lose_group(live, error)
             return
         if lost is None:
-            for member in group.trajectories:
-                _ = member.tree.rows  # built while others are sampled, for the step that takes the group
+            # While others are sampled, for the step that takes the group; those of an agent with many forks take long.
+            await asyncio.to_thread(_build_rows, group)
             self._finish(live, group)
         else:
             self._lose_group(live, lost)
@@ -493,3 +493,9 @@ class GroupQueue:
         self.idle.set(in_flight=self.num_in_flight, queued=self.num_queued)
         self.timeline.count("groups in flight", groups=self.num_in_flight)
         self.timeline.count("groups in the queue", groups=self.num_queued)
+
+
+def _build_rows(group: TrajectoryGroup) -> None:
+    """Let each tree of the group build the rows that it keeps."""
+    for member in group.trajectories:
+        _ = member.tree.rows
