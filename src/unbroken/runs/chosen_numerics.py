@@ -9,7 +9,9 @@ was not measured is fast instead.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ _FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Whose logprobs were seen to have the same bits on a GPU (`tests/support/hopper_numerics.py`)."""
 _HEAD_SIZES = (64, 128, 256)
 _OPTIONS = {
+    "dtype bfloat16",
     "gpu-memory-utilization",
     "kv-cache-memory-bytes",
     "max-model-len",
@@ -117,13 +120,22 @@ def _find_machine() -> str:
     return _H200 if name == "NVIDIA H200" else name
 
 
+def _find_options(config: RunConfig) -> Iterator[str]:
+    """Names of the options of vLLM that a run gives, without their dashes; of `--dtype` with its value."""
+    words = config.engine.options
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("_", "-")
+            yield f"dtype {value or following}" if name == "dtype" else name
+
+
 def _find_unmeasured_setting(config: RunConfig) -> str | None:
     """The first setting of a run with vLLM that no measured one had."""
     from unbroken.runs.processes import join_processes
 
-    options = [word.partition("=")[0] for word in config.engine.options if word.startswith("--")]
-    if (other := next((name for name in options if name[2:].replace("_", "-") not in _OPTIONS), None)) is not None:
-        return f"engine.options {other}"
+    if (other := next((name for name in _find_options(config) if name not in _OPTIONS), None)) is not None:
+        return f"engine.options --{other}"
     if (number := join_processes().num_processes) > 1:
         return f"{number} processes"
     others = {
