@@ -23,7 +23,7 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, Track
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import GroupNumbers, GroupSource
-from unbroken.training.metrics.step_log import IdleTimes, loop_time_s
+from unbroken.training.metrics.step_log import IdleTimes
 from unbroken.training.outages import Outages
 from unbroken.training.sums import Sums
 from unbroken.training.trainer import Trainer
@@ -71,7 +71,7 @@ class StepGroups:
     since_last_s: float
     """Since the groups of the step before were taken, or the loop began."""
     idle: Mapping[str, float | None]
-    """Shares of the time since then, and means over it (`IdleTimes.take_metrics`)."""
+    """Shares of the time since then, and means over it (`IdleTimes`)."""
     state: Mapping[str, Any]
     """For the checkpoint: which groups are trained after this step (`GroupNumbers.state`), and the source's choices."""
     replaced: Sequence[TrajectoryGroup] = ()
@@ -163,10 +163,6 @@ class GroupQueue:
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _num_outages: int = field(init=False, default=0)
     _counts: GroupCounts = field(init=False, default_factory=GroupCounts)
-    _taken_s: float | None = field(init=False, default=None)
-    """When the groups of the step before were taken, or the first ones waited for."""
-    _waited_s: float = field(init=False, default=0.0)
-    """For this process's groups, since then."""
     _limit: int = field(init=False)
     """Groups in flight and finished."""
     _too_low: int = field(init=False, default=0)
@@ -201,19 +197,15 @@ class GroupQueue:
     async def wait(self, step: int, version: int) -> list[_LiveGroup] | None:
         """Wait for the groups of a step that begins with `version`; None once an engine is lost or the run fails."""
         self._is_paused = False
-        if self._taken_s is None:
-            self._taken_s = loop_time_s()
         self.fill()
         if (chosen := self._choose(version)) is not None or self._is_stopped:
             return chosen
-        started = loop_time_s()
         self.idle.set(waits=1)
         with self.timeline.span("wait for groups", step=step):
             while (chosen := self._choose(version)) is None and not self._is_stopped:
                 self._changed.clear()
                 await self._changed.wait()
         self.idle.set(waits=0)
-        self._waited_s += loop_time_s() - started
         return chosen
 
     def take(self, chosen: Sequence[_LiveGroup], step: int, *, waited_s: float, next_version: int) -> StepGroups:
@@ -230,9 +222,8 @@ class GroupQueue:
         for live in chosen:
             self._record(live)
             self._end_lane(live, QUEUED, "trained", step=step)
-        now_s = loop_time_s()
-        since_last_s, self._taken_s = now_s - (now_s if self._taken_s is None else self._taken_s), now_s
-        self._adapt_limit(since_last_s=since_last_s)
+        since_last_s, idle = self.idle.take()
+        self._adapt_limit(waited=idle["idle/trainer"] or 0.0)
         replaced, self._replaced = self._replaced, {}
         counts, self._counts = self._counts, GroupCounts()
         of_step = StepGroups(
@@ -242,7 +233,7 @@ class GroupQueue:
             counts=counts + GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
             waited_s=waited_s,
             since_last_s=since_last_s,
-            idle=self.idle.take_metrics(),
+            idle=idle,
             state=self.get_state(),
         )
         self.set_next_version(next_version)
@@ -457,14 +448,13 @@ class GroupQueue:
         per_step = self.source.groups_per_step
         return all(steps >= 0 and place < (steps + 1) * per_step for place, steps in enumerate(due))
 
-    def _adapt_limit(self, *, since_last_s: float) -> None:
-        """Adapt the limit when the groups of a step are taken, to how long this process has waited for them."""
-        waited_s, self._waited_s = self._waited_s, 0.0
+    def _adapt_limit(self, *, waited: float) -> None:
+        """Adapt the limit when the groups of a step are taken, to the share of the time that was waited for them."""
         if not self._is_ahead:
             return
         per_step = self.source.groups_per_step
         self._num_steps += 1
-        if waited_s > _WAITED * since_last_s:
+        if waited > _WAITED:
             self._too_low, self._num_steps = self._limit, 0
             self._limit = min(self._limit + per_step, self._highest_limit)
         elif self.num_queued >= _READY * per_step:

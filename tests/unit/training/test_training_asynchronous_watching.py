@@ -26,7 +26,7 @@ def test_idle_shares_and_means_are_those_of_the_time_between_two_steps():
     at(10.0, waits=1)
     at(12.0, in_flight=0, queued=1)
     at(12.0, waits=0)
-    assert times.take_metrics() == {
+    assert times.take()[1] == {
         "idle/trainer": 1.0, "idle/sampler": 0.0, "idle/sampler_held": 0.0,
         "sampler/in_flight_mean": 1.0, "sampler/queued_mean": 0.0,
     }  # fmt: skip
@@ -38,11 +38,13 @@ def test_idle_shares_and_means_are_those_of_the_time_between_two_steps():
     at(16.0, waits=1)
     at(18.0, waits=0, in_flight=0, queued=2)
     now_s = 20.0
-    assert times.take_metrics() == pytest.approx({
+    seconds, shares = times.take()
+    assert seconds == 8.0
+    assert shares == pytest.approx({
         "idle/trainer": 2 / 8, "idle/sampler": 3 / 8, "idle/sampler_held": 1 / 8,
         "sampler/in_flight_mean": (2 * 2 + 3 * 1) / 8, "sampler/queued_mean": (3 * 1 + 2 * 2) / 8,
     })  # fmt: skip
-    assert times.take_metrics()["idle/trainer"] is None
+    assert times.take() == (0.0, dict.fromkeys(shares))
 
 
 def test_a_timeline_has_every_group_and_what_became_of_it(tmp_path):

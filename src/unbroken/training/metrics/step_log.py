@@ -43,8 +43,8 @@ class IdleTimes:
         self._advance()
         self._levels.update(levels)
 
-    def take_metrics(self) -> Mapping[str, float | None]:
-        """The metrics of the time since the last call; None in no time at all."""
+    def take(self) -> tuple[float, Mapping[str, float | None]]:
+        """The seconds since the last call, and the metrics of this time; these are None in no time at all."""
         now_s = self._advance()
         total_s = now_s - (now_s if self._started_s is None else self._started_s)
         sums, self._sums, self._started_s = self._sums, {}, now_s
@@ -55,7 +55,9 @@ class IdleTimes:
             "sampler/in_flight_mean": "in_flight",
             "sampler/queued_mean": "queued",
         }
-        return {name: sums.get(level, 0.0) / total_s if total_s > 0 else None for name, level in names.items()}
+        return total_s, {
+            name: sums.get(level, 0.0) / total_s if total_s > 0 else None for name, level in names.items()
+        }
 
     def _advance(self) -> float:
         now_s = self._clock()
