@@ -12,7 +12,17 @@
 
 With `max_staleness` 0 groups are sampled only while the step waits for them, and the weights are published before the
 next ones. Above 0 the same lines run, but the queue samples ahead while a step is made, as far as the bound allows, and
-a copy of the weights is published beside the next step.
+a copy of the weights is published beside the next step. No line here looks at the age of an id: `GroupQueue` decides
+which group may start (`_is_in_time`) and which is too old (`_is_too_old`), and the step tells it the next version.
+
+A run that is ended early continues from its newest checkpoint, and makes the steps after that again:
+
+    Ctrl-C, SIGTERM    cancel the line that waits. Groups in flight and a publication beside the step are given up, a
+                       checkpoint that is being written is finished, and none is begun (`loop._closing`)
+    SIGKILL            at any line, also while the weights are published: engines of this package sample nothing with a
+                       part of them
+    the same command   takes a version above that of an engine with later weights (`loop._resume`), publishes the
+                       checkpoint's weights, and does again what follows its step (`loop._end_again`)
 
 Of several processes each makes the step with its own groups. They meet where all of them make the same calls of
 `training.waits`, of the trainer, of `Publication` or of `Outages`, in the same order. What runs beside a step (the

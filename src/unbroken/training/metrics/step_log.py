@@ -55,9 +55,7 @@ class IdleTimes:
             "sampler/in_flight_mean": "in_flight",
             "sampler/queued_mean": "queued",
         }
-        return total_s, {
-            name: sums.get(level, 0.0) / total_s if total_s > 0 else None for name, level in names.items()
-        }
+        return total_s, {name: sums.get(level, 0.0) / total_s if total_s > 0 else None for name, level in names.items()}
 
     def _advance(self) -> float:
         now_s = self._clock()
