@@ -383,8 +383,8 @@ def _make_evaluations(
 
 
 def _prepare_output(models: KeptModels, *, last_step: int) -> None:
-    """Make the folder, which a script's run does not claim; remove unfinished models, and evaluations of steps that were
-    lost after `last_step`; create the repository of the final model. In the first process.
+    """Make the folder, which a script's run does not claim; remove unfinished models, and evaluations of steps that
+    were lost after `last_step`; create the repository of the final model. In the first process.
     """
     with models.trainer.fail_together():
         if models.trainer.is_main_process:
