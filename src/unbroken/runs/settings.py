@@ -702,14 +702,22 @@ def _unknown_section(shown_name: str, name: str, section: Section) -> InvalidInp
     """The error for an unknown table, with tables of similar names: a field inside one is no help to find it."""
     known = [each.prefix.removesuffix(".") for each in section.all_sections() if each is not section]
     known += [each.name for each in section.all_fields().values() if _takes_tables(each)]
-    similar = [each for each in known if _last(each) == _last(name)]
-    similar = similar or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    close = difflib.get_close_matches(_last(name), {_last(each) for each in known}, n=1, cutoff=0.6)
-    similar = similar or [each for each in known if _last(each) in close]
-    hint = f"did you mean {' or '.join(similar)}?" if similar else f"the sections are {', '.join(known)}"
     if not known:
         hint = f"{section.prefix.removesuffix('.') or 'it'} has no sections, but the fields {_names(section.fields)}"
+    elif similar := _find_similar(name, known):
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = f"the sections are {', '.join(known)}"
     return InvalidInputError(f"{shown_name} must be a section of the recipe: {hint} (--help-all lists them all)")
+
+
+def _find_similar(name: str, known: Sequence[str]) -> list[str]:
+    """The tables with the same last part, else the most similar one, else those with the most similar last part."""
+    same = [each for each in known if _last(each) == _last(name)]
+    if close := same or difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        return close
+    parts = difflib.get_close_matches(_last(name), {_last(each) for each in known}, n=1, cutoff=0.6)
+    return [each for each in known if _last(each) in parts]
 
 
 def _takes_tables(field: _Field) -> bool:

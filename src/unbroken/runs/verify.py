@@ -644,28 +644,36 @@ def _compare_settings(recorded: RecordedStep, config: RolloutConfig) -> Iterator
         if (number := len(list(members))) != config.group_size:
             yield f"group {group} has {number} rollouts, and rollouts.group_size is {config.group_size}"
     for record in recorded.records:
-        found = {("temperature", row["temperature"]) for row in record["rows"]}
-        for turn in record["turns"]:
-            controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
-            found |= {(name, getattr(controls, name)) for name in _OF_SAMPLING}
-            if turn["num_sampled"] > config.sampling.max_tokens:
-                found.add(("max_tokens", turn["num_sampled"]))
-        for name, value in sorted(found, key=str):
+        for name, value in sorted(set(_find_sampling(record, max_tokens=config.sampling.max_tokens)), key=str):
             if value != (given := getattr(config.sampling, name)):
                 yield f"trajectory {record['trajectory']}: {name} is {value}, and rollouts.sampling.{name} {given}"
 
 
+def _find_sampling(record: Mapping[str, Any], *, max_tokens: int) -> Iterator[tuple[str, Any]]:
+    """The sampling parameters that the rows and turns of a rollout say; `max_tokens` only where a turn has more."""
+    yield from {("temperature", row["temperature"]) for row in record["rows"]}
+    for turn in record["turns"]:
+        controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
+        yield from ((name, getattr(controls, name)) for name in _OF_SAMPLING)
+        if turn["num_sampled"] > max_tokens:
+            yield "max_tokens", turn["num_sampled"]
+
+
 def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any], is_scored: bool) -> Iterator[str]:
-    for name in ("num_sampled", "policy_versions"):
-        sampled = [[turn.get(name) for turn in each["turns"]] for each in (record, again)]
-        if sampled[0] != sampled[1]:
-            yield f": {name} of its turns is {_quote(sampled[0])}, and computed again {_quote(sampled[1])}"
+    yield from _compare_turns(record["turns"], again["turns"])
     if len(record["rows"]) != len(again["rows"]):
         yield f": it has {len(record['rows'])} rows, and computed again {len(again['rows'])}"
         return
     rows, own = (_number_nodes(each["rows"]) for each in (record, again))
     for number, pair in enumerate(zip(rows, own, strict=True)):
         yield from (f", row {number}: {found}" for found in _compare_rows(*pair, is_scored=is_scored))
+
+
+def _compare_turns(turns: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for name in ("num_sampled", "policy_versions"):
+        found, own = ([turn.get(name) for turn in each] for each in (turns, again))
+        if found != own:
+            yield f": {name} of its turns is {_quote(found)}, and computed again {_quote(own)}"
 
 
 def _number_nodes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
