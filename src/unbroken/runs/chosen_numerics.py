@@ -1,9 +1,10 @@
 """`trainer.numerics = "auto"`: exact where exact numerics were measured to cost next to nothing, fast otherwise.
 
 A run chooses when it begins, says why in its first line, and writes the choice into `recipe.json` as if it had been
-given: so the run continues, and is verified, with what it began with, on whatever machine. Nothing is chosen by trial:
-vLLM reads what makes it exact once in a process, so a run that began exact could not go on fast in the same one. What
-was not measured is fast instead.
+given: so the run continues, and is verified, with what it began with, on whatever machine. A script's run has no
+`recipe.json`, and continues with what its checkpoint says. Nothing is chosen by trial: vLLM reads what makes it exact
+once in a process, so a run that began exact could not go on fast in the same one. What was not measured is fast
+instead.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import read_trained_recipe
 from unbroken.runs.settings import describe
 from unbroken.types import Numerics
+from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file
 
 _ConfigT = TypeVar("_ConfigT", bound=RunConfig)
+_STATE = "state.json"
+"""Of a checkpoint."""
 _MAX_COST = 1.05
 """Times the seconds of a step: what nobody sees. The goal for numerics that are exact without being asked for."""
 _FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
@@ -78,13 +82,33 @@ def choose_numerics(
     """
     if config.trainer.numerics is not Numerics.AUTO:
         return config, ""
-    stored = None if continues is False else read_trained_recipe(config.output, begins=bool(continues))
-    known = stored and stored.settings.get("trainer.numerics")
+    known = None if continues is False else _find_known(config.output, begins=bool(continues))
     if known in (Numerics.FAST, Numerics.EXACT):
         chosen, why = Numerics(known), "as the run in this folder began"
     else:
         chosen, why = _choose(config, model)
     return _with_numerics(config, chosen), f"numerics: {chosen} ({why})"
+
+
+def _find_known(output: Path, *, begins: bool) -> Any:
+    """The numerics of the run in a folder; None without one."""
+    if (stored := read_trained_recipe(output, begins=begins)) is not None:
+        return stored.settings.get("trainer.numerics")
+    if not (folder := output / "checkpoints").is_dir():
+        return None
+    from unbroken.training.checkpoints import find_checkpoints
+
+    if not (found := find_checkpoints(folder)):
+        return None
+    newest = found[max(found)]
+    try:  # of several policies, each has its state in a folder of its own
+        path = next(path for path in [newest / _STATE, *sorted(newest.glob(f"*/{_STATE}"))] if path.is_file())
+        return read_json_file(path, max_bytes=MAX_ROWS_BYTES)["processes"][0]["numerics"]
+    except (StopIteration, OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{newest} must hold a whole checkpoint, which says with which numerics the run began: "
+            f"{type(error).__name__}: {error}. Remove the folder to go on from an earlier one"
+        ) from error
 
 
 def _with_numerics(config: _ConfigT, numerics: Numerics) -> _ConfigT:

@@ -383,11 +383,13 @@ def _make_evaluations(
 
 
 def _prepare_output(models: KeptModels, *, last_step: int) -> None:
-    """Remove unfinished models, and evaluations of steps that were lost after `last_step`; create the repository of the
-    final model. In the first process.
+    """Make the folder, which a script's run does not claim; remove unfinished models, and evaluations of steps that
+    were lost after `last_step`; create the repository of the final model. In the first process.
     """
     with models.trainer.fail_together():
         if models.trainer.is_main_process:
+            models.output.parent.mkdir(parents=True, exist_ok=True)
+            models.output.mkdir(mode=0o700, exist_ok=True)
             models.remove_unfinished()
             cut_evaluations(models.output, last_step)
             config = models.config

@@ -469,7 +469,7 @@ def _read_section(table: Mapping[str, Any], section: Section, reading: _Reading)
                 found = _check_value(fields[key], value, name, reading.folder, reading.top)
                 reading.values[fields[key].name] = found
             elif key not in inner:
-                raise _unknown_key(name, key, section, reading.top)
+                raise _unknown_key(name, key, section, reading.top, is_table=_is_table(value))
             elif not isinstance(value, Mapping):
                 raise InvalidInputError(f"{name} must be a table of {_names(inner[key].fields)}, got {value!r}")
             else:
@@ -662,9 +662,18 @@ def _find_reason(name: str, section: Section) -> str | None:
     return None
 
 
-def _unknown_key(shown_name: str, key: str, section: Section, top: Collection[str]) -> InvalidInputError:
+def _is_table(value: Any) -> bool:
+    """Whether a value of TOML is a table or a list of them."""
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
+
+
+def _unknown_key(
+    shown_name: str, key: str, section: Section, top: Collection[str], *, is_table: bool
+) -> InvalidInputError:
     """The error for an unknown key of a table in a file that has the names `top` at its top."""
     if key not in top or key in section.elsewhere:
+        if is_table and _find_reason(section.prefix + key, section) is None:
+            return _unknown_section(shown_name, section.prefix + key, section)
         return _unknown_field(shown_name, section.prefix + key, section)
     # TOML gives each line to the last table above it, and a file's options are often written one by one.
     return InvalidInputError(
@@ -687,6 +696,34 @@ def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInput
         similar = [f"--{each.replace('_', '-')}" for each in similar]
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"the fields are {', '.join(known)}"
     return InvalidInputError(f"{shown_name} must be a field of the recipe: {hint} (--help-all lists them all)")
+
+
+def _unknown_section(shown_name: str, name: str, section: Section) -> InvalidInputError:
+    """The error for an unknown table, with tables of similar names: a field inside one is no help to find it."""
+    known = [each.prefix.removesuffix(".") for each in section.all_sections() if each is not section]
+    known += [each.name for each in section.all_fields().values() if _takes_tables(each)]
+    if not known:
+        hint = f"{section.prefix.removesuffix('.') or 'it'} has no sections, but the fields {_names(section.fields)}"
+    elif similar := _find_similar(name, known):
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = f"the sections are {', '.join(known)}"
+    return InvalidInputError(f"{shown_name} must be a section of the recipe: {hint} (--help-all lists them all)")
+
+
+def _find_similar(name: str, known: Sequence[str]) -> list[str]:
+    """The tables with the same last part, else the most similar one, else those with the most similar last part."""
+    same = [each for each in known if _last(each) == _last(name)]
+    if close := same or difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        return close
+    parts = difflib.get_close_matches(_last(name), {_last(each) for each in known}, n=1, cutoff=0.6)
+    return [each for each in known if _last(each) in parts]
+
+
+def _takes_tables(field: _Field) -> bool:
+    """Whether a field's value is a table of any keys, or a list of tables."""
+    hints = (field.hint, *typing.get_args(field.hint))
+    return _config_class_in(field) is not None or any(typing.get_origin(each) in (Mapping, dict) for each in hints)
 
 
 def _name_from_top(message: str, section: Section) -> str:

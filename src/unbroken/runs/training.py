@@ -216,7 +216,7 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
 
 def _choose_for_script(config: RunConfig, task: Task) -> RunConfig:
     """The config with the numerics of its run; those of a run of the command line are chosen and said by now."""
-    config, said = choose_numerics(config, continues=False, model=task.model)
+    config, said = choose_numerics(config, model=task.model)
     if said and join_processes().is_main_process:
         print(said, flush=True)
     return config

@@ -27,7 +27,7 @@ from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.reports import shorten
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.compare import compare_metrics, find_sampled
-from unbroken.runs.config import EngineKind, Precision, RolloutLogConfig, RunConfig, is_address
+from unbroken.runs.config import EngineKind, Precision, RolloutConfig, RolloutLogConfig, RunConfig, is_address
 from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
 from unbroken.runs.export.files import INFO, ModelInfo, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
@@ -48,17 +48,21 @@ from unbroken.training.model.pretrained import ADAPTER_CONFIG, read_adapter_conf
 from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.state import read_state
 from unbroken.training.trainer import Trainer
-from unbroken.types import Numerics
+from unbroken.types import LogitControls, Numerics
 from unbroken.weights.files import describe_file
 
 _MISSING = "missing"
-_OF_HEAD = ("policy_version", "weights", "num_groups", "num_rollouts", "rewards", "counters")
+_OF_HEAD = ("step", "rank", "policy_version", "weights", "num_groups", "num_rollouts", "rewards", "counters")
 _OF_ROW = (
     "token_ids", "segments", "rollout_logprobs", "policy_versions", "temperature", "is_trained", "loss", "advantages",
     "images",
 )  # fmt: skip
 _OF_SCORED_ROW = ("trainer_logprobs", "entropies", "ranks", "clipped", "corrected")
 """Null in rows that the run did not score (`rollout_log.scored_groups`); here all are."""
+_OF_SAMPLING = (
+    "allowed_token_ids", "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Of each turn; ids that `min_tokens` forbids are the tokenizer's too, and not in the settings."""
 _MAX_SHOWN = 5
 """Differences of one step that are named."""
 
@@ -501,7 +505,7 @@ class _Comparison(RunObserver):
             choose_scored(rollouts.groups, self.run.config.rollout_log.scored_groups) if rollouts.is_trained else ()
         )
         scored = {member.trajectory_id for group in chosen for member in group.trajectories}
-        if found := [*_compare_steps(recorded, again, scored)]:
+        if found := [*_compare_steps(recorded, again, scored), *_compare_settings(recorded, self.run.config.rollouts)]:
             raise _DifferenceError([f"step {rollouts.step}: {recorded.path.name}: {each}" for each in found])
         self.num_ids += sum(len(row["rollout_logprobs"]) for record in again.records for row in record["rows"])
 
@@ -631,16 +635,45 @@ def _compare_steps(recorded: RecordedStep, again: RecordedStep, scored: Set[str]
         yield from (f"trajectory {name}{found}" for found in _compare_records(record, own, name in scored))
 
 
+def _compare_settings(recorded: RecordedStep, config: RolloutConfig) -> Iterator[str]:
+    """Where a step was not sampled as the recipe says, from which nothing is computed again: rows and turns say it too.
+
+    A session may end a turn earlier than the recipe, so its limit of ids is not exceeded.
+    """
+    for group, members in itertools.groupby(recorded.records, key=lambda record: record["group"]):
+        if (number := len(list(members))) != config.group_size:
+            yield f"group {group} has {number} rollouts, and rollouts.group_size is {config.group_size}"
+    for record in recorded.records:
+        for name, value in sorted(set(_find_sampling(record, max_tokens=config.sampling.max_tokens)), key=str):
+            if value != (given := getattr(config.sampling, name)):
+                yield f"trajectory {record['trajectory']}: {name} is {value}, and rollouts.sampling.{name} {given}"
+
+
+def _find_sampling(record: Mapping[str, Any], *, max_tokens: int) -> Iterator[tuple[str, Any]]:
+    """The sampling parameters that the rows and turns of a rollout say; `max_tokens` only where a turn has more."""
+    yield from {("temperature", row["temperature"]) for row in record["rows"]}
+    for turn in record["turns"]:
+        controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
+        yield from ((name, getattr(controls, name)) for name in _OF_SAMPLING)
+        if turn["num_sampled"] > max_tokens:
+            yield "max_tokens", turn["num_sampled"]
+
+
 def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any], is_scored: bool) -> Iterator[str]:
-    sampled = [[turn.get("num_sampled") for turn in each["turns"]] for each in (record, again)]
-    if sampled[0] != sampled[1]:
-        yield f": num_sampled of its turns is {_quote(sampled[0])}, and computed again {_quote(sampled[1])}"
+    yield from _compare_turns(record["turns"], again["turns"])
     if len(record["rows"]) != len(again["rows"]):
         yield f": it has {len(record['rows'])} rows, and computed again {len(again['rows'])}"
         return
     rows, own = (_number_nodes(each["rows"]) for each in (record, again))
     for number, pair in enumerate(zip(rows, own, strict=True)):
         yield from (f", row {number}: {found}" for found in _compare_rows(*pair, is_scored=is_scored))
+
+
+def _compare_turns(turns: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for name in ("num_sampled", "policy_versions"):
+        found, own = ([turn.get(name) for turn in each] for each in (turns, again))
+        if found != own:
+            yield f": {name} of its turns is {_quote(found)}, and computed again {_quote(own)}"
 
 
 def _number_nodes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

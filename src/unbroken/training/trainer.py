@@ -380,10 +380,16 @@ class Trainer:
 
         Raises:
             CheckpointError: the folder has no whole checkpoint, or one of another model.
+            InvalidInputError: numerics are exact, and the saved trainer's were not.
             TrainingError: another process raised it.
         """
         state = self.backend.load(folder)
         mine = state.processes[self._processes.index % len(state.processes)]
+        if self._config.numerics is Numerics.EXACT and mine["numerics"] != Numerics.EXACT:
+            # The other way round the run claims no equal bits any more.
+            raise InvalidInputError(
+                f"numerics must be {mine['numerics']} as in {folder}, got exact: the steps before it have no such proof"
+            )
         self._rng.bit_generator.state = mine["rng"]
         if self._config.entropy_control is not None:
             self._entropy_weight = mine["entropy"]["weight"]
@@ -418,6 +424,7 @@ class Trainer:
             "rng": self._rng.bit_generator.state,
             "entropy": {"weight": self._entropy_weight, "last": self._last_entropy},
             "num_steps": self._num_steps,
+            "numerics": str(self._config.numerics),
         }
 
     def _make_minibatches(self, units: Sequence[Any], supervised: Sequence[TrainingSample] | None) -> list[_Minibatch]:

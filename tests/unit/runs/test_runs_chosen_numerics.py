@@ -19,6 +19,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from support import letters_recipe
+from support.served import save_tiny_model
+from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.runs.chosen_numerics import (
     _H200,
     _MEASURED,
@@ -31,9 +34,9 @@ from unbroken.runs.chosen_numerics import (
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import claim_folder
-from unbroken.runs.recipe import Recipe, Task
+from unbroken.runs.recipe import Recipe, Task, load_recipe
 from unbroken.runs.settings import build, describe, section_of
-from unbroken.runs.training import run_without_training
+from unbroken.runs.training import run_without_training, train_model
 from unbroken.types import Numerics
 
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
@@ -173,3 +176,24 @@ def test_an_evaluation_is_fast_for_its_engine_knows_no_auto_and_no_trainer(tmp_p
     recipe = Recipe(name="task.py", doc="", section=section_of(RunConfig), make=make_task)
     run_without_training(recipe, make_config(tmp_path), evaluate)
     assert seen == [Numerics.FAST]
+
+
+async def test_a_script_makes_its_folder_and_continues_with_the_numerics_of_its_checkpoint(tmp_path, monkeypatch):
+    """A script claims no folder, so there is no recipe.json that says them."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    recipe, output = load_recipe(Path(letters_recipe.__file__)), tmp_path / "runs" / "letters"
+    own = [f"--output={output}", f"--model={save_tiny_model(tmp_path / 'model')}", "--rollouts.group-size=2"]
+    own += ["--loop.num-steps=1", "--rollouts.sampling.max-tokens=4"]
+    exact, auto = (recipe.configure([*own, f"--trainer.numerics={name}"]) for name in ("exact", "auto"))
+    await train_model(exact, await recipe.make_task(exact))
+    assert not (output / "recipe.json").exists()
+    assert choose_numerics(auto) == (exact, "numerics: exact (as the run in this folder began)")
+
+    state = output / "checkpoints" / "step-00000001" / "state.json"
+    state.write_text(state.read_text().replace('"numerics": "exact"', '"numerics": "fast"'))
+    with pytest.raises(InvalidInputError, match=r"numerics must be fast as in .*step-00000001, got exact"):
+        await train_model(exact, await recipe.make_task(exact))
+
+    state.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-00000001 must hold a whole checkpoint"):
+        choose_numerics(auto)

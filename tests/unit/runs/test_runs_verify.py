@@ -291,6 +291,43 @@ PLANTED = [
 ]
 
 
+def change_version_of_a_turn(run: Path) -> None:
+    edit_lines(rollouts_of(run), lambda lines: lines[2 + 5]["turns"][0]["policy_versions"][0].__setitem__(2, 1))
+
+
+def change_step_of_a_file(run: Path) -> None:
+    edit_lines(rollouts_of(run), lambda lines: lines[0].__setitem__("step", 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_version_of_a_turn, ": policy_versions of its turns is [[[0, "),
+        (change_step_of_a_file, "gz: step is 1, "),
+    ],
+)
+def test_what_a_file_says_twice_is_compared_twice(run, capsys, change, said):
+    change(run)
+    status, report = verify(capsys, run)
+    assert (status, said in report) == (1, True), report
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("rollouts.sampling.temperature", 0.75, "temperature is 1.0, and rollouts.sampling.temperature 0.75"),
+        ("rollouts.sampling.repetition_penalty", 1.5, "repetition_penalty is 1.0, and rollouts.sampling.repetition_"),
+        ("rollouts.sampling.max_tokens", 4, "max_tokens is 8, and rollouts.sampling.max_tokens 4"),
+        ("rollouts.group_size", 5, "group 0-0-0 has 4 rollouts, and rollouts.group_size is 5"),
+    ],
+)
+def test_a_recipe_that_does_not_say_how_its_rollouts_were_sampled_is_a_difference(run, capsys, name, value, said):
+    """Rows and turns have their own numbers, by which everything is computed again: the recipe's had no effect."""
+    edit_json(run / "recipe.json", lambda recipe: recipe["settings"].__setitem__(name, value))
+    status, report = verify(capsys, run)
+    assert (status, said in report) == (1, True), report
+
+
 def test_a_run_is_verified_to_its_last_bit(run, capsys):
     status, report = verify(capsys, run)
     assert status == 0, report

@@ -35,7 +35,7 @@ def load(folder: Path, *lines: str) -> Config:
         (['[[rewards]]\nfunction = "a.py:b"'], "rewards must be left out with harbor:"),
         (
             ["environment_arguments.contaners = {}"],
-            "environment_arguments.contaners must be a field of the recipe: did",
+            "environment_arguments.contaners must be a section of the recipe: did",
         ),
         (["environment_arguments.agent_timeout_s = 0"], "environment_arguments.agent_timeout_s must be a finite"),
         ([], "environment harbor:FOLDER needs the package harbor, with Python 3.12 or newer, and containers that it "),

@@ -255,6 +255,10 @@ def test_what_is_wrong_on_the_command_line_is_named(words, message):
     [
         ("sed = 3", r"recipe.toml: sed must be a field of the recipe: did you mean seed\?"),
         ("trainer.optimizer.lr = 3", r"recipe.toml: trainer.optimizer.lr must be a field of the recipe"),
+        ("[trainer.optimiser]\nbetas = 3", r"toml: trainer.optimiser must be a section .* mean trainer.optimizer\? \("),
+        ("[optimizer]\nbetas = 3", r"toml: optimizer must be a section .* mean trainer.optimizer\? \("),
+        ("[[part]]\nweight = 2", r"toml: part must be a section of the recipe: did you mean parts\? \("),
+        ("[trainer.optimizer.x]\ny = 1", r"toml: trainer.optimizer.x must .*: trainer.optimizer has no sections, but"),
         ("trainer = 3", r"recipe.toml: trainer must be a table of old_logprobs, .*, got 3"),
         ('seed = "3"', r"recipe.toml: seed must be a valid integer, got '3'"),
         ("seed = true", r"recipe.toml: seed must be a valid integer, got True"),
