@@ -12,7 +12,7 @@ chunks of attention, which may be longer, and layers of other kinds than full at
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,8 +153,10 @@ def find_difference(policy: Any) -> str | None:
     reason, squares = None, [(0.0, 0.0)]
     try:
         rows = _make_rows(policy)
-        reason = _compare_logprobs(policy, rows)
-        squares = [_compare_gradients(policy, compared) for compared in (rows, rows[:2])]
+        # Of two lengths, which a kernel may be compiled for.
+        compared = [_compare(policy, each) for each in (rows, rows[:2])]
+        reason = next((each for each, _ in compared if each is not None), None) or _find_leak(policy, rows)
+        squares = [parts for _, parts in compared]
     except Exception as error:  # models and compilers may raise anything for inputs that they do not expect
         reason = f"it fails with {type(error).__name__}: {error}"
     finally:
@@ -194,32 +196,36 @@ def _make_rows(policy: Any) -> list[Ids]:
     ]
 
 
+def _compare(policy: Any, rows: Sequence[Ids]) -> tuple[str | None, tuple[float, float]]:
+    """Why the logprobs of a tree are not those of its rows alone, None if they are; and the squared norms of this
+    process's part of the gradient of rows alone, and of what that of the tree differs by.
+    """
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    policy.zero_grad(set_to_none=True)
+
+    def score(compute: Callable[[Any, Sequence[Ids]], torch.Tensor], sign: int) -> tuple[torch.Tensor, float]:
+        scored = compute(policy, rows)
+        weights = torch.linspace(-1, 1, len(scored), device=scored.device)
+        if trained:
+            torch.autograd.backward(sign * (weights * scored).sum())
+        return scored.detach(), _add_squares(trained, policy.sequence)
+
+    alone, whole = score(_score_alone, 1)
+    shared, different = score(_score_tree, -1)  # its gradient is added to the other, which leaves the difference
+    off = float((shared - alone).abs().max() / alone.abs().max())
+    if off <= _get_tolerance(policy):
+        return None, (whole, different)
+    return f"its logprobs are off by {off:.2g} of the largest in a tree", (whole, different)
+
+
 @torch.no_grad()
-def _compare_logprobs(policy: Any, rows: Sequence[Ids]) -> str | None:
-    for compared in (rows, rows[:2]):  # of two lengths, which a kernel may be compiled for
-        alone = _score_alone(policy, compared)
-        off = float((_score_tree(policy, compared) - alone).abs().max() / alone.abs().max())
-        if not off <= _get_tolerance(policy):
-            return f"its logprobs are off by {off:.2g} of the largest in a tree"
+def _find_leak(policy: Any, rows: Sequence[Ids]) -> str | None:
+    """Why a branch of a tree is not apart from the others; None if it is."""
     others = slice(len(rows[0]) - 1, None)
     own = merge_rows(rows).paths[0][count_common_prefix(rows[0], rows[1]) :]
     change = _score_tree(policy, rows) - _score_tree(policy, rows, changed=own)
     leak = float(change[others].abs().max())
     return None if leak <= LEAK_TOLERANCE else f"a row's logprobs change by {leak:.2g} with another branch of its tree"
-
-
-def _compare_gradients(policy: Any, rows: Sequence[Ids]) -> tuple[float, float]:
-    """The squared norms of this process's part of the gradient of rows alone, and of what that of a tree differs by."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    if not trained:
-        return 0.0, 0.0
-    policy.zero_grad(set_to_none=True)
-    alone = _score_alone(policy, rows)
-    weights = torch.linspace(-1, 1, len(alone), device=alone.device)
-    torch.autograd.backward((weights * alone).sum())
-    whole = _add_squares(trained, policy.sequence)
-    torch.autograd.backward(-(weights * _score_tree(policy, rows)).sum())  # leaves the difference
-    return whole, _add_squares(trained, policy.sequence)
 
 
 def _score_alone(policy: Any, rows: Sequence[Ids]) -> torch.Tensor:
