@@ -207,6 +207,12 @@ class AdapterRoom:
     how: str
     """How the engine was started, and what it takes to have more."""
 
+    @staticmethod
+    def of(engine: Engine) -> AdapterRoom | None:
+        """That of an engine; None for any adapters."""
+        room: AdapterRoom | None = getattr(engine, "adapter_room", None)
+        return room
+
 
 @runtime_checkable
 class TransferEngine(UpdatableEngine, Protocol):

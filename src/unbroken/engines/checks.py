@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.engines.base import AdapterRoom, Engine, PausableEngine, ScoringEngine, UpdatableEngine
+from unbroken.engines.base import Engine, PausableEngine, ScoringEngine, UpdatableEngine
 from unbroken.errors import ContextOverflowError, EngineError, IncompleteWeightsError, InvalidInputError, SamplingError
 from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, Numerics, SampleRequest, TokenIds, is_real, is_whole
 from unbroken.weights.sources import WeightSource
@@ -159,12 +159,6 @@ def check_not_paused(paused: bool) -> None:
 def describe_numerics(engine: Engine) -> tuple[Numerics, int]:
     """How an engine computes logprobs, and over how many GPUs it cuts its sums: fast, on one, if it does not say."""
     return getattr(engine, "numerics", Numerics.FAST), getattr(engine, "tensor_parallel_size", 1)
-
-
-def get_adapter_room(engine: Engine) -> AdapterRoom | None:
-    """How many adapters an engine takes in an update; None for any."""
-    room: AdapterRoom | None = getattr(engine, "adapter_room", None)
-    return room
 
 
 def require_scoring(engine: Engine) -> ScoringEngine:

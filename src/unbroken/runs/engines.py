@@ -35,7 +35,7 @@ import torch
 from accelerate.utils import gather_object
 
 from unbroken.engines.base import AdapterRoom, Engine, SleepingEngine
-from unbroken.engines.checks import describe_numerics, get_adapter_room
+from unbroken.engines.checks import describe_numerics
 from unbroken.engines.directory import EngineDirectory, FileDirectory, follow
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
@@ -114,8 +114,7 @@ async def open_engine(
     id; servers that run already must, and have these `numerics`. Untrained models are not copied.
 
     Raises:
-        InvalidInputError: the engine's vocabulary is not the model's, it has no room for the adapters of the run, or a
-            policy has the name of the servers' model.
+        InvalidInputError: the engine's vocabulary is not the model's, or it cannot have the adapters of the run.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
     weights = config.weights_dir or output / "weights"
@@ -139,15 +138,17 @@ async def open_engine(
                 server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
-        _check_engine(found, vocab_size, numerics)
-        if adapter_rank is not None and (room := get_adapter_room(found.engine)) is not None:
-            _check_room(room, adapter_rank, policies)
-        if policies is not None and found.servers:
-            _check_names(policies, found.engine)
+        _check_engine(found, vocab_size, numerics, adapter_rank, policies)
         yield found
 
 
-def _check_engine(opened: RunEngine, vocab_size: int | None, numerics: Numerics) -> None:
+def _check_engine(
+    opened: RunEngine,
+    vocab_size: int | None,
+    numerics: Numerics,
+    adapter_rank: int | None,
+    policies: PoliciesConfig | None,
+) -> None:
     engine: Any = opened.engine
     if vocab_size is not None:
         check_vocabulary(engine, vocab_size)
@@ -157,6 +158,15 @@ def _check_engine(opened: RunEngine, vocab_size: int | None, numerics: Numerics)
             f"trainer.numerics must be fast with an engine whose numerics are {own}, got exact: start its servers with "
             "--numerics exact"
         )
+    _check_adapters(opened, adapter_rank, policies)
+
+
+def _check_adapters(opened: RunEngine, rank: int | None, policies: PoliciesConfig | None) -> None:
+    """Raise `InvalidInputError` if an engine cannot have the adapters of a run."""
+    if rank is not None and (room := AdapterRoom.of(opened.engine)) is not None:
+        _check_room(room, rank, policies)
+    if policies is not None and opened.servers:
+        _check_names(policies, opened.engine)
 
 
 def _check_room(room: AdapterRoom, rank: int, policies: PoliciesConfig | None) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from fastapi import Request, Response
 from pydantic import ConfigDict
 
-from unbroken.engines.checks import describe_numerics, get_adapter_room
+from unbroken.engines.base import AdapterRoom
+from unbroken.engines.checks import describe_numerics
 from unbroken.images.loader import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.server.context import ServerContext, get_context
@@ -129,7 +130,7 @@ async def _model(model_id: str, request: Request) -> Response:
 
 def _list_models(context: ServerContext) -> list[dict[str, Any]]:
     numerics, tensor_parallel_size = describe_numerics(context.service.engine)
-    room = get_adapter_room(context.service.engine)
+    room = AdapterRoom.of(context.service.engine)
     own = {
         "id": context.config.model_name,
         "object": "model",
