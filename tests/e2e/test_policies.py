@@ -56,15 +56,20 @@ def test_a_game_of_two_policies_that_is_killed_goes_on_with_both(tmp_path: Path,
 def test_a_game_is_sampled_by_a_server_that_learns_of_the_policies_by_updates(
     tmp_path: Path, capsys, forked_commands: None
 ) -> None:
-    """Self-play, with a copy of each version: which adapters the server has changes with each update."""
+    """Self-play, with a copy of each version: which adapters the server has changes with each update. With exact
+    numerics its logprobs have the trainer's bits.
+    """
     output, model = tmp_path / "run", tmp_path / "model"
     words = ["train", str(RECIPE), "--output", str(output), "--model", str(model), *SMALL]
     own = ["--policies.names", '["first"]', "--policies.copy-every", "1"]
     started = ["--engine.kind", "started", "--engine.options", '["--engine", "transformers"]']
-    assert main([*words, *own, *started]) == 0
+    assert main([*words, *own, *started, "--trainer.numerics", "exact"]) == 0
     lines = read_lines(output / "metrics" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(5))
-    assert max(line["mismatch/k3"] for line in lines) < 1e-10
+    assert {line["mismatch/k3"] for line in lines} == {0.0}
+    assert (
+        {line["mismatch/equal_share"] for line in lines} == {line["mismatch/proven_share"] for line in lines} == {1.0}
+    )
     records = [each for path in find_records(output / "rollouts").values() for each in read_records(path)]
     spoke = {turn["policy"] for each in records if each["kind"] == "trajectory" for turn in each["turns"]}
     assert {"first", "first@0"} < spoke

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -191,6 +192,26 @@ class AdapterEngine(Engine, Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Take no more requests for an adapter, and drop its KV; `InvalidInputError` for an unknown one."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRoom:
+    """How many LoRA adapters an engine takes in an update: that of the policy, or those of several policies.
+
+    It is the engine's `adapter_room`. One that has none, or None, takes any.
+    """
+
+    max_adapters: int
+    """Of one version, which sample at once, beside those of the version before. 0: it takes no adapter."""
+    max_rank: int
+    how: str
+    """How the engine was started, and what it takes to have more."""
+
+    @staticmethod
+    def of(engine: Engine) -> AdapterRoom | None:
+        """That of an engine; None for any adapters."""
+        room: AdapterRoom | None = getattr(engine, "adapter_room", None)
+        return room
 
 
 @runtime_checkable

@@ -71,6 +71,8 @@ class HttpEngine:
         self.tensor_parallel_size = facts.tensor_parallel_size
         self.adapters = facts.adapters
         """Names of the LoRA adapters that all servers had when they were connected."""
+        self.adapter_room = facts.adapter_room
+        """How many adapters an update may have, that all of these servers take; None for any."""
         self._failover = servers
         self._following: asyncio.Task[None] | None = None
         """What takes servers of a directory in and lets them go."""
@@ -345,19 +347,25 @@ async def _connect(
 
 
 def _join_facts(found: Sequence[ServerFacts]) -> ServerFacts:
-    """What several servers say, with the adapters that all have; `EngineError` if they have different models."""
+    """What several servers say, with the adapters that all have, and room that all have; `EngineError` if they have
+    different models.
+    """
     common = set(map(_find_common, found))
     if len(common) != 1:
         raise EngineError(f"the servers must serve one model, got {sorted(map(str, common))}")
     adapters = [name for name in found[0].adapters if all(name in each.adapters for each in found)]
-    return replace(common.pop(), adapters=tuple(adapters))
+    rooms = [each.adapter_room for each in found if each.adapter_room is not None]
+    least = min(rooms, key=lambda room: room.max_adapters, default=None)
+    if least is not None:
+        least = replace(least, max_rank=min(room.max_rank for room in rooms))
+    return replace(common.pop(), adapters=tuple(adapters), adapter_room=least)
 
 
 def _find_common(facts: ServerFacts) -> ServerFacts:
     """What servers of one model have in common, also if one has missed an update: several policies, which an update
-    brings, are among the adapters.
+    brings, are among the adapters. Room for them may differ.
     """
-    return replace(facts, policy_version=0, adapters=())
+    return replace(facts, policy_version=0, adapters=(), adapter_room=None)
 
 
 async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> list[str]:

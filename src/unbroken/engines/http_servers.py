@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from unbroken.client import AsyncClient
 from unbroken.client.calls import Calls, unexpected_answer
+from unbroken.engines.base import AdapterRoom
 from unbroken.engines.vllm_server import VllmServer
 from unbroken.errors import EngineError
 from unbroken.types import ImageSpan, Numerics, SampleChunk, SampleResult, SamplingParams, ScoredSequence, TokenIds
@@ -119,6 +120,8 @@ class ServerFacts:
     image_processor: str | None
     """Its settings, as `ImageProcessor.description`; None if the server takes no images, or does not say."""
     adapters: tuple[str, ...]
+    adapter_room: AdapterRoom | None
+    """How many adapters an update may have; None for any."""
     policy_version: int = 0
     numerics: Numerics = Numerics.FAST
     tensor_parallel_size: int = 1  # with fast numerics servers may differ
@@ -137,7 +140,9 @@ async def open_server(
     if not models[0].keys() >= {"id", "max_model_len"}:
         raise unexpected_answer(client.base_url, "/v1/models", {"data": models})
     if "vocab_size" in models[0]:
-        facts = _read_facts(models, vocab_size=models[0]["vocab_size"], policy_version=await client.policy_version())
+        version = await client.policy_version()
+        room = _read_room(client.base_url, models[0])
+        facts = _read_facts(models, vocab_size=models[0]["vocab_size"], adapter_room=room, policy_version=version)
         return client, facts
     if vocab_size is None:
         raise EngineError(
@@ -151,10 +156,27 @@ async def open_server(
         await calls.close()
         raise
     await client.close()
-    return server, _read_facts(models, vocab_size=vocab_size)
+    room = AdapterRoom(
+        max_adapters=0, max_rank=0, how=f"{server.base_url} is stock vLLM, which takes none in an update"
+    )
+    return server, _read_facts(models, vocab_size=vocab_size, adapter_room=room)
 
 
-def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -> ServerFacts:
+def _read_room(base_url: str, model: dict[str, Any]) -> AdapterRoom | None:
+    given = model.get("adapter_room")
+    if given is None:
+        return None
+    try:
+        return AdapterRoom(
+            max_adapters=int(given["max_adapters"]), max_rank=int(given["max_rank"]), how=f"{base_url}: {given['how']}"
+        )
+    except (KeyError, TypeError, ValueError):
+        raise unexpected_answer(base_url, "/v1/models", model) from None
+
+
+def _read_facts(
+    models: list[dict[str, Any]], *, vocab_size: int, adapter_room: AdapterRoom | None, policy_version: int = 0
+) -> ServerFacts:
     processor = models[0].get("image_processor")
     numerics = Numerics(models[0].get("numerics", Numerics.FAST))
     return ServerFacts(
@@ -166,5 +188,6 @@ def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -
         numerics=numerics,
         tensor_parallel_size=1 if numerics is Numerics.FAST else models[0].get("tensor_parallel_size", 1),
         adapters=tuple(one["id"] for one in models if one.get("parent") is not None),
-        **more,
+        adapter_room=adapter_room,
+        policy_version=policy_version,
     )

@@ -75,6 +75,11 @@ class PoliciesConfig:
         """How many adapters an engine has at once: those of the policies, and of their frozen copies."""
         return len(self.names) * (1 + (self.num_copies if self.copy_every else 0))
 
+    def describe_adapters(self) -> str:
+        """What the adapters of `max_adapters` are."""
+        copies = f", with up to {self.num_copies} frozen copies of each (copy_every)" if self.copy_every else ""
+        return f"those of policies.names{copies}"
+
     def list_adapters(self, version: int) -> tuple[str, ...]:
         """The adapters that an engine has at this version, the policies before their copies. Before the first update
         there is none: every policy begins as the base, and so does its copy at 0.

@@ -648,7 +648,10 @@ class RunConfig:
             "lora": (self.lora is not None, "given with policies, each of which is an adapter"),
             "engine.reuse_kv": (not self.engine.reuse_kv, "false"),
             "algorithm": (self.algorithm is not Algorithm.ONLINE_DPO, "no online_dpo, whose pairs are of one policy"),
-            "loop.max_staleness": (self.loop.max_staleness == 0, "0: ids of older adapters were not tried"),
+            "loop.max_staleness": (
+                self.loop.max_staleness == 0,
+                "0: a rollout that begins before an update may go on with the base, or with copies that it drops",
+            ),
             "loop.max_replacements": (
                 not self.chosen_loop.replaces_groups,
                 "0 (and algorithm dapo has 3 by default): a group without variance for one policy may have some for "

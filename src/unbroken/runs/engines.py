@@ -34,7 +34,8 @@ from urllib.parse import urlsplit
 import torch
 from accelerate.utils import gather_object
 
-from unbroken.engines.base import Engine, SleepingEngine
+from unbroken.engines.base import AdapterRoom, Engine, SleepingEngine
+from unbroken.engines.checks import describe_numerics
 from unbroken.engines.directory import EngineDirectory, FileDirectory, follow
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
@@ -85,7 +86,7 @@ class RunEngine:
 
     def adapt(self, training: TrainerConfig) -> TrainerConfig:
         """The settings, with what exact numerics need to know of this engine."""
-        return replace(training, sampler_tensor_parallel=getattr(self.engine, "tensor_parallel_size", 1))
+        return replace(training, sampler_tensor_parallel=describe_numerics(self.engine)[1])
 
 
 @asynccontextmanager
@@ -113,7 +114,7 @@ async def open_engine(
     id; servers that run already must, and have these `numerics`. Untrained models are not copied.
 
     Raises:
-        InvalidInputError: the engine's vocabulary is not the model's, or a policy has the name of the servers' model.
+        InvalidInputError: the engine's vocabulary is not the model's, or it cannot have the adapters of the run.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
     weights = config.weights_dir or output / "weights"
@@ -137,24 +138,53 @@ async def open_engine(
                 server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
-        _check_engine(found, vocab_size, numerics, policies)
+        _check_engine(found, vocab_size, numerics, adapter_rank, policies)
         yield found
 
 
 def _check_engine(
-    opened: RunEngine, vocab_size: int | None, numerics: Numerics, policies: PoliciesConfig | None
+    opened: RunEngine,
+    vocab_size: int | None,
+    numerics: Numerics,
+    adapter_rank: int | None,
+    policies: PoliciesConfig | None,
 ) -> None:
     engine: Any = opened.engine
     if vocab_size is not None:
         check_vocabulary(engine, vocab_size)
-    own = getattr(engine, "numerics", Numerics.FAST)
+    own, _ = describe_numerics(engine)
     if numerics is Numerics.EXACT and own is not numerics:
         raise InvalidInputError(
             f"trainer.numerics must be fast with an engine whose numerics are {own}, got exact: start its servers with "
             "--numerics exact"
         )
+    _check_adapters(opened, adapter_rank, policies)
+
+
+def _check_adapters(opened: RunEngine, rank: int | None, policies: PoliciesConfig | None) -> None:
+    """Raise `InvalidInputError` if an engine cannot have the adapters of a run."""
+    if rank is not None and (room := AdapterRoom.of(opened.engine)) is not None:
+        _check_room(room, rank, policies)
     if policies is not None and opened.servers:
-        _check_names(policies, engine)
+        _check_names(policies, opened.engine)
+
+
+def _check_room(room: AdapterRoom, rank: int, policies: PoliciesConfig | None) -> None:
+    """Raise `InvalidInputError` if an engine has too little room for the adapters of a run, which it would say at the
+    first update that has them, after steps were made.
+    """
+    if policies is None and room.max_adapters < 1:
+        raise InvalidInputError(f"trainer.lora_updates must be merged with this engine, got adapter: {room.how}")
+    if policies is not None and room.max_adapters < policies.max_adapters:
+        raise InvalidInputError(
+            f"the engine must have room for {policies.max_adapters} adapters at once, {policies.describe_adapters()}, "
+            f"got {room.max_adapters}: {room.how}"
+        )
+    if room.max_rank < rank:
+        raise InvalidInputError(
+            f"lora.rank must be at most {room.max_rank} with this engine, got {rank}: start vLLM with a higher "
+            "--max-lora-rank"
+        )
 
 
 def _check_names(policies: PoliciesConfig, engine: Any) -> None:

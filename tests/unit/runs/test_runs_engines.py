@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 
 from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from support.stock_server import StockServer
 from support.waits import wait_until
 from unbroken.engines import directory
+from unbroken.engines.base import AdapterRoom
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
 from unbroken.rollout.policies import PoliciesConfig
@@ -97,6 +100,51 @@ async def test_a_policy_with_the_name_of_the_servers_model_is_refused_as_they_wo
                 pass
         async with open_engine(server(url), **how, policies=PoliciesConfig(names=("critic",))) as found:
             assert found.engine.model_name == "solver"
+
+
+async def test_an_engine_with_too_little_room_for_the_run_s_adapters_is_refused_before_the_first_step(tmp_path):
+    model = tiny_qwen3(vocab_size=len(server_tokenizer()))
+    how = {"model": model, "source": "tiny", "output": tmp_path, "device": torch.device("cpu"), "rank": Rank()}
+    wide, low = scripted_engine("x"), scripted_engine("x")
+    wide.adapter_room = AdapterRoom(max_adapters=3, max_rank=32, how="--max-loras is 7")  # type: ignore[attr-defined]
+    low.adapter_room = AdapterRoom(max_adapters=12, max_rank=8, how="--max-loras is 25")  # type: ignore[attr-defined]
+    two = PoliciesConfig(names=("solver", "critic"))
+    copies = replace(two, copy_every=2)
+
+    async with listening(make_app(wide)) as one, listening(make_app(low)) as other:
+        refused: tuple[tuple[dict[str, Any], str], ...] = (
+            (
+                {"policies": copies, "adapter_rank": 8},
+                r"room for 12 adapters at once, those of policies.names, with up to 5 frozen copies of each "
+                rf"\(copy_every\), got 3: {one}: --max-loras is 7",
+            ),
+            (
+                {"policies": two, "adapter_rank": 16},
+                "lora.rank must be at most 8 with this engine, got 16: .*-lora-rank",
+            ),
+        )
+        for options, message in refused:
+            with pytest.raises(InvalidInputError, match=message):
+                async with open_engine(server(one, urls=(one, other)), **how, **options):
+                    pass
+        async with open_engine(server(one, urls=(one, other)), **how, policies=two, adapter_rank=8):
+            pass
+        async with open_engine(server(other), **how, policies=copies, adapter_rank=8):
+            pass
+
+
+async def test_stock_vllm_is_refused_where_engines_get_adapters(tmp_path):
+    model = tiny_qwen3(vocab_size=len(server_tokenizer()))
+    how = {"model": model, "source": "tiny", "output": tmp_path, "device": torch.device("cpu"), "rank": Rank()}
+    one = PoliciesConfig(names=("solver",))
+    async with listening(StockServer(scripted_engine("x", allow_forks=True)).make_app()) as url:
+        for policies, message in (
+            (one, "room for 1 adapters at once, those of policies.names, got 0"),
+            (None, "trainer.lora_updates must be merged with this engine, got adapter"),
+        ):
+            with pytest.raises(InvalidInputError, match=f"{message}: {url} is stock vLLM"):
+                async with open_engine(server(url), **how, policies=policies, adapter_rank=8):
+                    pass
 
 
 def list_servers(listed: Path, *urls: str) -> None:

@@ -17,6 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from unbroken.engines.base import AdapterRoom
 from unbroken.engines.checks import (
     check_images,
     check_kept_ids,
@@ -165,6 +166,11 @@ class VllmEngine(ControlledEngine):
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that requests may ask for, those of several policies among them."""
         return (*self._adapters, *self._policy.names)
+
+    @property
+    def adapter_room(self) -> AdapterRoom:
+        """How many adapters an update may have, beside those that were loaded otherwise."""
+        return self._policy.get_room(self._num_adapters)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter; `InvalidInputError` if the name is in use, there is no room, or it cannot be loaded."""

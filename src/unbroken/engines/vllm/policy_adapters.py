@@ -22,6 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from unbroken.engines.base import AdapterRoom
 from unbroken.engines.vllm.delivery import Delivery
 from unbroken.engines.vllm.startup import MIN_POLICY_ADAPTERS, POLICY_ADAPTER
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
@@ -84,6 +85,19 @@ class PolicyAdapters:
         finally:
             version.num_requests -= 1
             self._drop_unused()
+
+    def get_room(self, num_others: int) -> AdapterRoom:
+        """The room for one version beside the one before it, and beside so many other adapters."""
+        config = self._llm.vllm_config.lora_config
+        if config is None:
+            return AdapterRoom(max_adapters=0, max_rank=0, how="vLLM was started without --enable-lora")
+        rule = "2 N + 1 on a CPU" if current_platform.is_cpu() else f"N (or --max-cpu-loras {config.max_cpu_loras} 2 N)"
+        beside = f", and room for {num_others} others" if num_others else ""
+        return AdapterRoom(
+            max_adapters=max(self._max_kept(num_others), 0) // MIN_POLICY_ADAPTERS,
+            max_rank=config.max_lora_rank,
+            how=f"vLLM's --max-loras is {config.max_loras}, and N adapters need {rule}{beside}",
+        )
 
     async def check(
         self, adapted: Mapping[str, Sequence[AdaptedWeight]], *, others: Collection[str], num_others: int

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from asyncio import wrap_future
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Request, Response
 from pydantic import ConfigDict
 
+from unbroken.engines.base import AdapterRoom
 from unbroken.engines.checks import describe_numerics
 from unbroken.images.loader import find_image_parts
 from unbroken.messages import get_image_source
@@ -104,7 +106,7 @@ async def _detokenize(body: DetokenizeBody, request: Request) -> Response:
     "/v1/models",
     summary="The served model",
     response_description="one entry in `data`, with `max_model_len`, `vocab_size`, `takes_images`, "
-    "`image_processor` (its settings), `numerics` and `tensor_parallel_size`",
+    "`image_processor` (its settings), `numerics`, `tensor_parallel_size` and `adapter_room`",
 )
 async def _models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
@@ -128,6 +130,7 @@ async def _model(model_id: str, request: Request) -> Response:
 
 def _list_models(context: ServerContext) -> list[dict[str, Any]]:
     numerics, tensor_parallel_size = describe_numerics(context.service.engine)
+    room = AdapterRoom.of(context.service.engine)
     own = {
         "id": context.config.model_name,
         "object": "model",
@@ -139,6 +142,7 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "image_processor": context.images.processor_settings,
         "numerics": numerics,
         "tensor_parallel_size": tensor_parallel_size,
+        "adapter_room": None if room is None else asdict(room),
     }
     return [own, *({**own, "id": name, "parent": own["id"]} for name in context.policies.adapters)]
 

@@ -167,6 +167,9 @@ async def test_several_policies_of_one_engine_have_their_own_adapters_versions_a
     )  # fmt: skip
     left, right, newer = [trainer(seed, r=rank, lora_alpha=6) for seed, rank in ((1, 4), (2, 8), (3, 2))]
     base = Trainer(tiny_vllm_model(), TrainerConfig())
+    room = engine.adapter_room
+    assert (room.max_adapters, room.max_rank) == (2, 8)
+    assert room.how == "vLLM's --max-loras is 6, and N adapters need 2 N + 1 on a CPU, and room for 1 others"
     try:
         await check_policies_beside_each_other(engine, left, right, base)
         await check_a_request_of_one_policy_goes_on(engine, left, right, newer)
