@@ -67,13 +67,17 @@ class PolicyTrainers(Trainer):
         """Take over a `peft.PeftModel` that has an adapter for each name; `config.lora_updates` is adapter.
 
         Raises:
-            InvalidInputError: as `Trainer`; the objective is no policy gradient, whose units are of one trajectory; or
-                a policy has the name of a part of the model.
+            InvalidInputError: as `Trainer`; there are several processes; the objective is no policy gradient, whose
+                units are of one trajectory; or a policy has the name of a part of the model.
         """
         accelerator = accelerator or Accelerator()
         if not isinstance(objective, PolicyGradient | None):
             raise InvalidInputError(f"the objective of several policies must be a PolicyGradient, got {objective}")
-        assert accelerator.num_processes == 1, "a run of several processes has refused policies before this"
+        if accelerator.num_processes > 1:
+            raise InvalidInputError(
+                f"policies must be left out with several processes, got {accelerator.num_processes}: policies take "
+                "turns in one"
+            )
         _check_names(model, policies.names)
         self._model = model
         self._policies = policies
