@@ -152,11 +152,7 @@ def find_difference(policy: Any) -> str | None:
     """
     reason, squares = None, [(0.0, 0.0)]
     try:
-        rows = _make_rows(policy)
-        # Of two lengths, which a kernel may be compiled for.
-        compared = [_compare(policy, each) for each in (rows, rows[:2])]
-        reason = next((each for each, _ in compared if each is not None), None) or _find_leak(policy, rows)
-        squares = [parts for _, parts in compared]
+        reason, squares = _compare_rows(policy, _make_rows(policy))
     except Exception as error:  # models and compilers may raise anything for inputs that they do not expect
         reason = f"it fails with {type(error).__name__}: {error}"
     finally:
@@ -168,6 +164,14 @@ def find_difference(policy: Any) -> str | None:
         if not (off := _compare_norms(of_processes)) <= _get_tolerance(policy):  # also NaN
             return f"its gradient is off by {off:.2g} of its norm in a tree"
     return None
+
+
+def _compare_rows(policy: Any, rows: Sequence[Ids]) -> tuple[str | None, list[tuple[float, float]]]:
+    """As `_compare`, of the rows and of two of them: of two lengths, which a kernel may be compiled for."""
+    compared = [_compare(policy, each) for each in (rows, rows[:2])]
+    leak = _find_leak(policy, rows)  # whatever was found: a sharded model's processes make all passes together
+    reason = next((each for each, _ in compared if each is not None), leak)
+    return reason, [squares for _, squares in compared]
 
 
 def _compare_norms(of_processes: Sequence[tuple[float, float]]) -> float:
