@@ -36,6 +36,8 @@ settings.load_profile("tests")
 
 _VLLM = re.compile("vllm(?!/template)")
 """In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""
+_MANY_OBJECTS = 50_000
+"""So many that a full collection takes as long as a small test, 10 ms."""
 _SPREAD_SINGLY = ("tests/property/test_rendering_corpus_properties.py", "tests/real/test_real_conversations.py")
 """Files of many tests that share nothing: given out one by one at the end, they keep all processes busy."""
 
@@ -89,6 +91,19 @@ class _ByGroup(LoadScopeScheduling):
         if _VLLM.search(nodeid):
             return "vllm"
         return nodeid if nodeid.startswith(_SPREAD_SINGLY) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Freeze what a file's tests have imported: torch's compiler alone would be looked at for 0.2 s in each collection.
+
+    Many tests collect garbage after they have imported something large.
+    """
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    if len(gc.get_objects(generation=2)) > _MANY_OBJECTS:
+        gc.collect()  # what is frozen is never collected
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
