@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # a million objects of imported modules and of tests, which live as long as the process
     atexit.register(gc.unfreeze)  # triton complains about what is left at the end
+    if "unbroken.training.model.logprobs" in sys.modules:
+        from support.proofs import remember_proofs
+
+        remember_proofs()
     gc.set_threshold(10_000, 20, 50)  # 700, 10, 10 before: it took a twentieth of the tests' time
     gc.enable()
 
