@@ -6,7 +6,8 @@
 
     group      the rollouts of one problem (`TrajectoryGroup`)
     row        ids with their masks, logprobs and advantages (`TrainingSample`)
-    unit       rows that the objective trains together: those of a rollout, or of a pair. It may have none.
+    unit       rows that the objective trains together: those of a rollout, or of a pair. A unit without
+               gradient, as of equal rewards, has none, or idle ones, which count in the loss's divisor
     version    of the weights: `Trainer.step` adds one to `trainer.policy_version`; a publication gives that number
                and its weights to the engine, which names it with each id that it samples
 
@@ -25,9 +26,10 @@ A run that is ended early continues from its newest checkpoint, and makes the st
                        checkpoint's weights, and does again what follows its step (`loop._end_again`)
 
 Of several processes each makes the step with its own groups. They meet where all of them make the same calls of
-`training.waits`, of the trainer, of `Publication` or of `Outages`, in the same order. What runs beside a step (the
-queue, a publication) never meets: another process may be in the middle of its step. If it fails, the error is kept
-until they meet, and is raised in all.
+`training.waits`, of the trainer, of `Publication`, of `Outages` or of `GroupQueue.meet`, in the same order. What runs
+beside a step (sampling, a publication that was begun) makes no such call: another process may be in the middle of its
+step. If it fails, the error is kept until they meet: an engine that is gone is waited for there, anything else is
+raised in all.
 """
 
 from __future__ import annotations
@@ -128,17 +130,18 @@ class StepRunner:
                 await self.run_step(step)
 
     async def run_step(self, step: int) -> None:
-        """Make a step. Its groups are in memory until this returns, and not while the next ones are waited for.
+        """Make a step. Its groups are in memory until the weights are updated, not while the next ones are waited for.
 
         An engine may die at any line:
 
             while a group is sampled    the group is lost, and sampled again as a whole once the engine is back; the
                                         wait is in `_take_groups`
-            after that, before the      nothing is sampled here. The step is trained once, the version rises, and a
-            weights are published       checkpoint is written if one is due, as if the engine were there
-            when they are published     the trainer's weights are sent until the engine is back and has taken them; the
-                                        wait is in `Publication.publish`, or with `max_staleness` above 0 where the
-                                        processes meet next
+            after that, before the      the step has all it needs: it is trained once, the version rises, and a
+            weights are published       checkpoint is written if one is due, as if the engine were there. Groups that
+                                        are sampled ahead are lost as above
+            when they are published     all of the trainer's weights are sent again until the engine is back and has
+                                        taken them; the wait is in `Publication.publish`, or with `max_staleness`
+                                        above 0 where the processes meet next
             if it stays away            after `OutageConfig.wait_s`, or after `max_losses` losses in one wait, the run
                                         ends with an `OutageError`. The loop then writes a checkpoint of the last step
                                         that was made, due or not, and the same command continues from there
@@ -155,8 +158,8 @@ class StepRunner:
             state = groups.state
             del groups  # no name keeps them, or their rows, beyond the update
         # A checkpoint that is due is begun before any engine has the new weights. So a run that is killed from here on
-        # continues after this step; or after an earlier one, with a version above the engine's (`loop`), so that no
-        # version ever stands for two weights.
+        # continues after this step once its checkpoint is whole; until then after an earlier one, with a version above
+        # the engine's (`loop._resume`), so that no version ever stands for two weights.
         await self._save_if_due(step, state)
         self.log.end_making()
         self.timeline.end(Track.TRAINER)
@@ -164,7 +167,7 @@ class StepRunner:
         if self.trainer.policy_version == version:
             self.queue.set_next_version(version)  # nothing was trained; the queue expected one version more
         elif self.samples_nothing(step + 1):
-            pass  # the weights of the last supervised step are published
+            pass  # nothing samples with these weights: of the supervised steps only the last one's are published
         elif self.config.max_staleness == 0:
             # If the engine is gone, this waits until it is back and has taken the weights; if the loop was given no
             # engine to wait for, the run ends at once.
@@ -199,7 +202,7 @@ class StepRunner:
         assert self.warm_start is not None, "the step is one of its steps"
         trainer, rows = self.trainer, self.warm_start.take(step)
         self._begin(step, waited_s=0.0, since_last_s=0.0)
-        # An engine without the newest weights has slept since the step before.
+        # One that has the newest weights may be awake; one without them has slept since the step before.
         if self.observer.before_update is not None and self.queue.engine_version == trainer.policy_version:
             with self.log.span("sleep"):
                 async with fail_together(trainer):
@@ -221,7 +224,7 @@ class StepRunner:
         for _ in range(self.config.outages.max_losses):
             chosen = await self.queue.wait(step, version)
             lost = self.queue.lost
-            if not await self.queue.meet(self.trainer):
+            if not await self.queue.meet(self.trainer):  # no process has lost its engine
                 assert chosen is not None, "it waits until there are groups, or something is wrong"
                 groups = self.queue.take(chosen, step, waited_s=loop_time_s() - started, next_version=version + 1)
                 await raise_together(self.trainer, self.queue.failure)  # of a source that takes note of its groups
@@ -290,9 +293,10 @@ class StepRunner:
     async def _update(self, groups: StepGroups, made: _StepUnits) -> None:
         """Update the weights, unless no process has a row to train.
 
-        The trainer scores what it trains on, and refuses it if the sampler had another policy. Some of the rows that it
-        does not train on are scored for the same reason, before the weights change: a sampler that speaks garbage earns
-        no rewards, so none of its rows would be trained on, and none compared.
+        The trainer scores what it trains on, and refuses rows whose logprobs say that another policy than their
+        version's sampled them (I9). Some of the rows that it does not train on are scored for the same reason, before
+        the weights change: a sampler that speaks garbage earns no rewards, so none of its rows would be trained on, and
+        none compared.
         """
         trainer, log, num_scored = self.trainer, self.log, self.config.num_zero_variance_scored
         with log.span("metrics"):
