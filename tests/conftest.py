@@ -38,7 +38,7 @@ settings.load_profile("tests")
 _VLLM = re.compile("vllm(?!/template)")
 """In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""
 _MANY_OBJECTS = 50_000
-"""So many that a full collection takes as long as a small test, 10 ms."""
+"""So many that each full collection takes longer than most tests, 30 ms."""
 _SPREAD_SINGLY = ("tests/property/test_rendering_corpus_properties.py", "tests/real/test_real_conversations.py")
 """Files of many tests that share nothing: given out one by one at the end, they keep all processes busy."""
 
