@@ -11,14 +11,19 @@ from unbroken.runs.records.files import find_records, read_records
 TIMES = ("seconds/", "tokens_per_s/", "idle/", "memory/")
 
 
-def assert_equal_runs(output: Path, whole: Path) -> None:
-    """Compare metrics, rollouts, the checkpoints that are kept, and the final model."""
-    assert read_metrics(output) == read_metrics(whole)
-    assert read_rollouts(output) == read_rollouts(whole)
-    ours, theirs = read_checkpoints(output), read_checkpoints(whole)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in theirs if ours[name] != theirs[name]] == []  # pytest would show the difference of bytes
-    assert read_model(output / "final") == read_model(whole / "final")
+def find_differences(output: Path, whole: Path) -> list[str]:
+    """The metrics, and the files of rollouts, of checkpoints that are kept and of the final model, that differ."""
+    ours, theirs = _read_run(output), _read_run(whole)
+    names = {**theirs, **ours}
+    return [name for name in names if name not in ours or name not in theirs or ours[name] != theirs[name]]
+
+
+def _read_run(output: Path) -> dict[str, Any]:
+    lines = enumerate(read_metrics(output))
+    metrics = {f"metrics.jsonl:{number} {name}": value for number, line in lines for name, value in line.items()}
+    rollouts = {f"rollouts of step {step}": value for (step, _), value in read_rollouts(output).items()}
+    final = {f"final/{name}": value for name, value in read_model(output / "final").items()}
+    return {**metrics, **rollouts, **_read_checkpoints(output / "checkpoints"), **final}
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
@@ -30,19 +35,19 @@ def read_rollouts(output: Path) -> dict[tuple[int, int], Any]:
     return {key: list(map(drop_times, read_records(path))) for key, path in find_records(output / "rollouts").items()}
 
 
-def read_checkpoints(output: Path) -> dict[str, Any]:
+def _read_checkpoints(folder: Path) -> dict[str, Any]:
     """Weights, optimizers, generators and numbers, by the names of their files.
 
-    Torch draws an id for each `.metadata`, which `files` of a state has the SHA-256 of.
+    Torch draws an id for each `.metadata`, whose SHA-256 is among the `files` of a state.
     """
     found: dict[str, Any] = {}
-    for path in (output / "checkpoints").rglob("*"):
-        name = str(path.relative_to(output))
+    for path in sorted(folder.rglob("*")):
+        name = f"checkpoints/{path.relative_to(folder)}"
         if path.name == "state.json":
             found[name] = drop_times(json.loads(path.read_text()) | {"files": None})
         elif path.is_file() and path.name != ".metadata":
             found[name] = path.read_bytes()
-    assert any(name.endswith(".distcp") for name in found)
+    assert any(name.endswith(".distcp") for name in found), f"no tensors in {folder}"
     return found
 
 
