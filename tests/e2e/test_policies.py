@@ -85,9 +85,11 @@ KILLS = (
     Kill(command=0, point="write", count=2),  # the first checkpoint has one policy, and not yet the other
     Kill(command=0, point="update", count=4),  # in the second step one policy was updated
     Kill(command=0, point="finish", count=2),  # the second checkpoint has both, and not yet its name
-    Kill(command=0, point="publish", count=3),  # beside one that is written
+    Kill(command=0, point="publish", count=3),  # the third step was made, and its weights were not given to the engine
 )
-"""In the order in which the run comes to them: each start but the first two goes on after the first step."""
+"""In the order in which the run comes to them. The first leaves no checkpoint, the next two that of the first step, the
+last one that of the second.
+"""
 
 
 def test_policies_that_are_killed_and_go_on_equal_those_that_were_not_bit_for_bit(tmp_path: Path) -> None:
