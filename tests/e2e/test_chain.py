@@ -5,15 +5,13 @@ Without a warm-up that teaches anything, rewards are all 0; the RL steps then tr
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from support.equal_runs import find_differences, read_metrics, read_model
 from support.killed_chain import OUTPUTS, Kill, run_chain
-from unbroken.runs.records.files import find_records, read_records
 
 pytestmark = pytest.mark.e2e
 
@@ -45,7 +43,6 @@ KILLS = (
 )
 """In the order in which the chain comes to them; a count begins anew with each start."""
 SMOKE = (KILLS[1], KILLS[6], KILLS[10], KILLS[12])
-TIMES = ("seconds/", "tokens_per_s/", "idle/", "memory/")
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +53,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read_metrics(output: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
-
-
-def read_rollouts(output: Path) -> dict[tuple[int, int], Any]:
-    return {key: list(map(drop_times, read_records(path))) for key, path in find_records(output / "rollouts").items()}
-
-
-def drop_times(value: Any) -> Any:
-    """A part of a record without seconds, and without the path of the model, which lies in the chain's folder."""
-    if isinstance(value, dict):
-        return {name: drop_times(each) for name, each in value.items() if not name.endswith("_s") and name != "model"}
-    return [drop_times(each) for each in value] if isinstance(value, list) else value
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Those of a model but for `unbroken.json`, which names the folder of the model that it was trained from."""
-    files = [path for path in folder.iterdir() if path.name != "unbroken.json"]
-    return {path.name: path.read_bytes() for path in files}
-
-
 def assert_equal_chains(folder: Path, whole: Path) -> None:
     for output in OUTPUTS:
-        assert read_metrics(folder / output) == read_metrics(whole / output)
-        assert read_rollouts(folder / output) == read_rollouts(whole / output)
-        for each in (f"{output}/final", f"{output}-model"):
-            assert read_files(folder / each) == read_files(whole / each)
+        assert find_differences(folder / output, whole / output) == []
+        assert read_model(folder / f"{output}-model") == read_model(whole / f"{output}-model")
 
 
 def test_the_chain_trains_in_all_of_its_parts(whole):
