@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from support.image_rows import Vision
 from support.models import tiny_qwen3
@@ -105,6 +106,17 @@ def test_a_model_that_drops_the_mask_is_found_out():
     model.model.register_forward_pre_hook(
         lambda _m, args, given: (args, {**given, "attention_mask": None}), with_kwargs=True
     )
+    assert "its logprobs are off by" in refuse(model)
+
+
+def test_a_model_that_drops_the_mask_without_gradient_is_found_out():
+    """Old and reference logprobs come from such passes."""
+    model = tiny_qwen3()
+
+    def drop(_module, args, given):
+        return args, given if torch.is_grad_enabled() else {**given, "attention_mask": None}
+
+    model.model.register_forward_pre_hook(drop, with_kwargs=True)
     assert "its logprobs are off by" in refuse(model)
 
 
