@@ -106,7 +106,8 @@ def test_for_any_controls_engine_and_trainer_agree(data):
     rows = rows_of(params, num_rows=2)
     for row, logprobs in zip(rows, make_trainer(sharp_model()).logprobs(rows), strict=True):
         assert bool(row.controls) == (params.controls is not None)
-        assert np.abs(logprobs - row.rollout_logprobs)[row.sampled_mask].max() < 1e-5
+        # A low penalty and temperature make logits three times as large, and their rounding.
+        assert np.abs(logprobs - row.rollout_logprobs)[row.sampled_mask].max() < 3e-5
         expected = find_reference(sharp_model(), row, params)
         wanted = [each[token_id] for each, token_id in zip(expected, row.token_ids[row.sampled_mask], strict=True)]
         np.testing.assert_allclose(logprobs[row.sampled_mask], wanted, atol=2e-5)
