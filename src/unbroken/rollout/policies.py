@@ -35,6 +35,8 @@ from unbroken.rollout.trajectory import Turn
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _PEFT_PREFIX = "lora_"
 _PAST = "past"
+TAKE_TURNS = "policies take turns in one process"
+"""Why a run of policies has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,13 @@ class PoliciesConfig:
             raise InvalidInputError(
                 f"policies.copy_every must be >= 0 and policies.num_copies >= 1, got {self.copy_every} and "
                 f"{self.num_copies}"
+            )
+
+    def check_processes(self, num_processes: int) -> None:
+        """Raise `InvalidInputError` for several processes."""
+        if num_processes > 1:
+            raise InvalidInputError(
+                f"policies must be left out with several processes, got {num_processes}: {TAKE_TURNS}"
             )
 
     @property

@@ -20,7 +20,7 @@ from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rollout.limits import Limits
-from unbroken.rollout.policies import PoliciesConfig
+from unbroken.rollout.policies import TAKE_TURNS, PoliciesConfig
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
 from unbroken.runs.profiler import parse_steps
 from unbroken.runs.python_files import DataName, FunctionName, ModelName
@@ -650,7 +650,7 @@ class RunConfig:
             "algorithm": (self.algorithm is not Algorithm.ONLINE_DPO, "no online_dpo, whose pairs are of one policy"),
             "loop.max_staleness": (
                 self.loop.max_staleness == 0,
-                "0: a rollout that begins before an update may go on with the base, or with copies that it drops",
+                "0: a rollout that begins before an update may go on with the base, or with copies that the update drops",
             ),
             "loop.max_replacements": (
                 not self.chosen_loop.replaces_groups,
@@ -667,7 +667,7 @@ class RunConfig:
             ),
             "trainer.parallel": (
                 self.trainer.parallel.num_processes == self.trainer.parallel.sequence == 1,
-                "left out: policies take turns in one process",
+                f"left out: {TAKE_TURNS}",
             ),
             "trainer.compile": (not self.trainer.compile, "false: the adapter changes between two passes"),
             "trainer.routing_replay": (not self.trainer.routing_replay, "false"),

@@ -223,11 +223,8 @@ def _make_trainer(config: RunConfig, engine: RunEngine, policy: Any, **own: Any)
 def _check(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
     """Raise `InvalidInputError` for what can be known before the model, or anything of it, is loaded."""
     check_config_changes(model, config)
-    if config.policies is not None and accelerator.num_processes > 1:
-        raise InvalidInputError(
-            f"policies must be left out with several processes, got {accelerator.num_processes}: policies take turns "
-            "in one"
-        )
+    if config.policies is not None:
+        config.policies.check_processes(accelerator.num_processes)
     if (model_config := load_config(model, config.model_settings)) is not None:
         check_heads(model_config, config.trainer.parallel)
     group_size = config.rollouts.group_size

@@ -73,11 +73,7 @@ class PolicyTrainers(Trainer):
         accelerator = accelerator or Accelerator()
         if not isinstance(objective, PolicyGradient | None):
             raise InvalidInputError(f"the objective of several policies must be a PolicyGradient, got {objective}")
-        if accelerator.num_processes > 1:
-            raise InvalidInputError(
-                f"policies must be left out with several processes, got {accelerator.num_processes}: policies take "
-                "turns in one"
-            )
+        policies.check_processes(accelerator.num_processes)
         _check_names(model, policies.names)
         self._model = model
         self._policies = policies

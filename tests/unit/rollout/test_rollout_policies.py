@@ -129,6 +129,13 @@ def test_the_adapters_of_an_engine_are_the_policies_and_the_copies_that_speak_an
     assert PoliciesConfig(names=("x", "y")).list_adapters(70) == ("x", "y")
 
 
+def test_several_processes_are_refused_and_one_is_not() -> None:
+    config = PoliciesConfig(names=("x", "y"))
+    config.check_processes(1)
+    with pytest.raises(InvalidInputError, match=r"policies must be left out with several processes, got 2: .* in one"):
+        config.check_processes(2)
+
+
 async def test_rows_rewards_and_turn_rewards_are_those_of_their_own_policy() -> None:
     env = debate()
     (trajectory,) = (await play(env, talker("4", "no", "5"))).trajectories

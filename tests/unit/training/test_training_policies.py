@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -354,3 +355,9 @@ async def test_a_checkpoint_of_other_policies_or_a_damaged_one_is_refused(tmp_pa
 def test_pairs_of_replies_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="must be a PolicyGradient"):
         PolicyTrainers(copy.deepcopy(adapted()), CONFIG, policies=POLICIES, objective=OnlineDpo())
+
+
+def test_several_processes_are_refused() -> None:
+    several: Any = SimpleNamespace(num_processes=2)
+    with pytest.raises(InvalidInputError, match="policies must be left out with several processes, got 2"):
+        PolicyTrainers(adapted(), CONFIG, policies=POLICIES, accelerator=several)
