@@ -79,7 +79,7 @@ def test_policies_on_vllm_keep_their_logprobs_through_a_kill_and_another_engine(
         refused = [str(tmp_path / "refused") if word == str(output) else word for word in words]
         assert main([*refused, *over_http, "--policies.names", '["one","two","three"]']) == 1
         needs = (
-            r"room for 18 adapters at once, .* 5 frozen copies .* got 12: .*--max-loras is 25, and N adapters need 2 N"
+            r"at most 12 adapters at once .* got 18, .* 5 frozen copies .*--max-loras is 25, and N adapters need 2 N"
         )
         assert re.search(needs, capsys.readouterr().err)
         assert main([*refused, *over_http, "--lora.rank=9"]) == 1

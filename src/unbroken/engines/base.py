@@ -205,7 +205,9 @@ class AdapterRoom:
     """Of one version, which sample at once, beside those of the version before. 0: it takes no adapter."""
     max_rank: int
     how: str
-    """How the engine was started, and what it takes to have more."""
+    """How the engine was started, and what it takes to have more; of the server with the fewest of several."""
+    how_rank: str
+    """How it was started as to `max_rank`; of the server with the lowest of several."""
 
     @staticmethod
     def of(engine: Engine) -> AdapterRoom | None:

@@ -357,7 +357,8 @@ def _join_facts(found: Sequence[ServerFacts]) -> ServerFacts:
     rooms = [each.adapter_room for each in found if each.adapter_room is not None]
     least = min(rooms, key=lambda room: room.max_adapters, default=None)
     if least is not None:
-        least = replace(least, max_rank=min(room.max_rank for room in rooms))
+        lowest = min(rooms, key=lambda room: room.max_rank)
+        least = replace(least, max_rank=lowest.max_rank, how_rank=lowest.how_rank)
     return replace(common.pop(), adapters=tuple(adapters), adapter_room=least)
 
 

@@ -156,22 +156,27 @@ async def open_server(
         await calls.close()
         raise
     await client.close()
-    room = AdapterRoom(
-        max_adapters=0, max_rank=0, how=f"{server.base_url} is stock vLLM, which takes none in an update"
-    )
+    how = f"{server.base_url} is stock vLLM, which takes none in an update"
+    room = AdapterRoom(max_adapters=0, max_rank=0, how=how, how_rank=how)
     return server, _read_facts(models, vocab_size=vocab_size, adapter_room=room)
 
 
 def _read_room(base_url: str, model: dict[str, Any]) -> AdapterRoom | None:
-    given = model.get("adapter_room")
-    if given is None:
-        return None
-    try:
-        return AdapterRoom(
-            max_adapters=int(given["max_adapters"]), max_rank=int(given["max_rank"]), how=f"{base_url}: {given['how']}"
-        )
-    except (KeyError, TypeError, ValueError):
-        raise unexpected_answer(base_url, "/v1/models", model) from None
+    match model.get("adapter_room"):
+        case None:
+            return None
+        case {
+            "max_adapters": int(max_adapters),
+            "max_rank": int(max_rank),
+            "how": str(how),
+            "how_rank": str(how_rank),
+        } if (
+            # To Python true and false are integers too.
+            bool not in map(type, (max_adapters, max_rank)) and min(max_adapters, max_rank) >= 0
+        ):
+            how, how_rank = f"{base_url}: {how}", f"{base_url}: {how_rank}"
+            return AdapterRoom(max_adapters=max_adapters, max_rank=max_rank, how=how, how_rank=how_rank)
+    raise unexpected_answer(base_url, "/v1/models", model)
 
 
 def _read_facts(

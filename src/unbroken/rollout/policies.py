@@ -86,7 +86,8 @@ class PoliciesConfig:
 
     def describe_adapters(self) -> str:
         """What the adapters of `max_adapters` are."""
-        copies = f", with up to {self.num_copies} frozen copies of each (copy_every)" if self.copy_every else ""
+        fields = "policies.copy_every, policies.num_copies"
+        copies = f", with up to {self.num_copies} frozen copies of each ({fields})" if self.copy_every else ""
         return f"those of policies.names{copies}"
 
     def list_adapters(self, version: int) -> tuple[str, ...]:

@@ -650,7 +650,8 @@ class RunConfig:
             "algorithm": (self.algorithm is not Algorithm.ONLINE_DPO, "no online_dpo, whose pairs are of one policy"),
             "loop.max_staleness": (
                 self.loop.max_staleness == 0,
-                "0: a rollout that begins before an update may go on with the base, or with copies that the update drops",
+                "0: a rollout that begins before an update may go on with the base, or with copies that the update "
+                "drops",
             ),
             "loop.max_replacements": (
                 not self.chosen_loop.replaces_groups,

@@ -174,16 +174,18 @@ def _check_room(room: AdapterRoom, rank: int, policies: PoliciesConfig | None) -
     first update that has them, after steps were made.
     """
     if policies is None and room.max_adapters < 1:
-        raise InvalidInputError(f"trainer.lora_updates must be merged with this engine, got adapter: {room.how}")
+        raise InvalidInputError(
+            "trainer.lora_updates must be merged, or the engine started with room for an adapter (engine.options, or "
+            f"at the servers of engine.urls), got adapter: {room.how}"
+        )
     if policies is not None and room.max_adapters < policies.max_adapters:
         raise InvalidInputError(
-            f"the engine must have room for {policies.max_adapters} adapters at once, {policies.describe_adapters()}, "
-            f"got {room.max_adapters}: {room.how}"
+            f"policies must have at most {room.max_adapters} adapters at once with this engine (engine.options, or the "
+            f"servers of engine.urls), got {policies.max_adapters}, {policies.describe_adapters()}: {room.how}"
         )
     if room.max_rank < rank:
         raise InvalidInputError(
-            f"lora.rank must be at most {room.max_rank} with this engine, got {rank}: start vLLM with a higher "
-            "--max-lora-rank"
+            f"lora.rank must be at most {room.max_rank} with this engine, got {rank}: {room.how_rank}"
         )
 
 

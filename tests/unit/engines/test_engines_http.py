@@ -301,10 +301,18 @@ class _Page(BaseHTTPRequestHandler):
         pass
 
 
+ROOM = """{"policy_version": 0, "data": [{"id": "x", "max_model_len": 8, "vocab_size": 9, "adapter_room":
+ {"max_adapters": %s, "max_rank": %s, "how": "by hand", "how_rank": %s}}]}"""
+
+
 @pytest.mark.parametrize(
     "page",
     [b"<html>", b"\xff", b"{}", b"[]", b'{"data": []}', b'{"data": ["x"]}', b'{"data": [{"id": "x"}]}',
-     b'{"data": [{"id": "x", "max_model_len": 8, "vocab_size": 9}]}'],
+     b'{"data": [{"id": "x", "max_model_len": 8, "vocab_size": 9}]}',
+     *((ROOM % each).encode() for each in (
+         ("1e999", "8", '""'), ("2.9", "8", '""'), ('"3"', "8", '""'), ("-1", "8", '""'), ("true", "8", '""'),
+         ("3", "-1", '""'), ("3", "8", "null"))),
+    ],
 )  # fmt: skip
 async def test_the_address_of_another_server_is_an_error_that_names_it_and_what_came(page: bytes) -> None:
     handler = type("_", (_Page,), {"page": page})

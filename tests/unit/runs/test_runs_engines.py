@@ -106,8 +106,8 @@ async def test_an_engine_with_too_little_room_for_the_run_s_adapters_is_refused_
     model = tiny_qwen3(vocab_size=len(server_tokenizer()))
     how = {"model": model, "source": "tiny", "output": tmp_path, "device": torch.device("cpu"), "rank": Rank()}
     wide, low = scripted_engine("x"), scripted_engine("x")
-    wide.adapter_room = AdapterRoom(max_adapters=3, max_rank=32, how="--max-loras is 7")  # type: ignore[attr-defined]
-    low.adapter_room = AdapterRoom(max_adapters=12, max_rank=8, how="--max-loras is 25")  # type: ignore[attr-defined]
+    wide.adapter_room = AdapterRoom(max_adapters=3, max_rank=32, how="--max-loras is 7", how_rank="32")  # type: ignore[attr-defined]
+    low.adapter_room = AdapterRoom(max_adapters=12, max_rank=8, how="--max-loras is 25", how_rank="rank 8")  # type: ignore[attr-defined]
     two = PoliciesConfig(names=("solver", "critic"))
     copies = replace(two, copy_every=2)
 
@@ -115,12 +115,13 @@ async def test_an_engine_with_too_little_room_for_the_run_s_adapters_is_refused_
         refused: tuple[tuple[dict[str, Any], str], ...] = (
             (
                 {"policies": copies, "adapter_rank": 8},
-                r"room for 12 adapters at once, those of policies.names, with up to 5 frozen copies of each "
-                rf"\(copy_every\), got 3: {one}: --max-loras is 7",
+                r"policies must have at most 3 adapters at once with this engine \(engine.options, or the servers of "
+                r"engine.urls\), got 12, those of policies.names, with up to 5 frozen copies of each "
+                rf"\(policies.copy_every, policies.num_copies\): {one}: --max-loras is 7",
             ),
             (
                 {"policies": two, "adapter_rank": 16},
-                "lora.rank must be at most 8 with this engine, got 16: .*-lora-rank",
+                f"lora.rank must be at most 8 with this engine, got 16: {other}: rank 8",
             ),
         )
         for options, message in refused:
@@ -139,8 +140,8 @@ async def test_stock_vllm_is_refused_where_engines_get_adapters(tmp_path):
     one = PoliciesConfig(names=("solver",))
     async with listening(StockServer(scripted_engine("x", allow_forks=True)).make_app()) as url:
         for policies, message in (
-            (one, "room for 1 adapters at once, those of policies.names, got 0"),
-            (None, "trainer.lora_updates must be merged with this engine, got adapter"),
+            (one, "policies must have at most 0 adapters .* got 1, those of policies.names"),
+            (None, "trainer.lora_updates must be merged, or the engine started with room for .*, got adapter"),
         ):
             with pytest.raises(InvalidInputError, match=f"{message}: {url} is stock vLLM"):
                 async with open_engine(server(url), **how, policies=policies, adapter_rank=8):

@@ -90,13 +90,13 @@ class PolicyAdapters:
         """The room for one version beside the one before it, and beside so many other adapters."""
         config = self._llm.vllm_config.lora_config
         if config is None:
-            return AdapterRoom(max_adapters=0, max_rank=0, how="vLLM was started without --enable-lora")
-        rule = "2 N + 1 on a CPU" if current_platform.is_cpu() else f"N (or --max-cpu-loras {config.max_cpu_loras} 2 N)"
-        beside = f", and room for {num_others} others" if num_others else ""
+            how = "vLLM was started without --enable-lora"
+            return AdapterRoom(max_adapters=0, max_rank=0, how=how, how_rank=how)
         return AdapterRoom(
             max_adapters=max(self._max_kept(num_others), 0) // MIN_POLICY_ADAPTERS,
             max_rank=config.max_lora_rank,
-            how=f"vLLM's --max-loras is {config.max_loras}, and N adapters need {rule}{beside}",
+            how=_describe_room(config, num_others, is_cpu=current_platform.is_cpu()),
+            how_rank=f"vLLM's --max-lora-rank is {config.max_lora_rank}",
         )
 
     async def check(
@@ -205,3 +205,10 @@ class PolicyAdapters:
         with suppress(EngineError):  # closed or failed
             await self._rpc("drop_adapters", [lora.lora_int_id for lora in version.loras.values()])
         self._kept.remove(version)
+
+
+def _describe_room(config: Any, num_others: int, *, is_cpu: bool) -> str:
+    """What the options for LoRA have room for, and what more would take (`PolicyAdapters._max_kept`)."""
+    rule = "2 N + 1 on a CPU" if is_cpu else f"N, or a --max-cpu-loras of 2 N (it is {config.max_cpu_loras})"
+    beside = f", and room for {num_others} other{'s' * (num_others > 1)}" if num_others else ""
+    return f"vLLM's --max-loras is {config.max_loras}, and N adapters need {rule}{beside}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,15 @@ async def check_refusals(engine: Any) -> None:
             await engine.update_weights(TensorSource(refused), policy_version=6)
 
 
+async def test_what_more_adapters_would_take_is_said_for_a_cpu_and_for_a_gpu() -> None:
+    from unbroken.engines.vllm.policy_adapters import _describe_room
+
+    config, begin = SimpleNamespace(max_loras=2, max_cpu_loras=4), "vLLM's --max-loras is 2, and N adapters need "
+    assert _describe_room(config, 0, is_cpu=True) == f"{begin}2 N + 1 on a CPU"
+    assert _describe_room(config, 0, is_cpu=False) == f"{begin}N, or a --max-cpu-loras of 2 N (it is 4)"
+    assert _describe_room(config, 2, is_cpu=False).endswith("(it is 4), and room for 2 others")
+
+
 def update_of(*shape: int) -> Any:
     import torch
 
@@ -169,7 +179,8 @@ async def test_several_policies_of_one_engine_have_their_own_adapters_versions_a
     base = Trainer(tiny_vllm_model(), TrainerConfig())
     room = engine.adapter_room
     assert (room.max_adapters, room.max_rank) == (2, 8)
-    assert room.how == "vLLM's --max-loras is 6, and N adapters need 2 N + 1 on a CPU, and room for 1 others"
+    assert room.how == "vLLM's --max-loras is 6, and N adapters need 2 N + 1 on a CPU, and room for 1 other"
+    assert room.how_rank == "vLLM's --max-lora-rank is 8"
     try:
         await check_policies_beside_each_other(engine, left, right, base)
         await check_a_request_of_one_policy_goes_on(engine, left, right, newer)
