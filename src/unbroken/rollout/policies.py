@@ -79,16 +79,18 @@ class PoliciesConfig:
                 f"policies must be left out with several processes, got {num_processes}: {TAKE_TURNS}"
             )
 
-    @property
-    def max_adapters(self) -> int:
-        """How many adapters an engine has at once: those of the policies, and of their frozen copies."""
-        return len(self.names) * (1 + (self.num_copies if self.copy_every else 0))
+    def count_adapters(self, versions: range | None) -> int:
+        """How many adapters an engine has at once at most, in any of these versions; without them, in any at all."""
+        last = self.copy_every * self.num_copies if versions is None else versions[-1]
+        return len(self.list_adapters(max(last, 1)))
 
-    def describe_adapters(self) -> str:
-        """What the adapters of `max_adapters` are."""
-        fields = "policies.copy_every, policies.num_copies"
-        copies = f", with up to {self.num_copies} frozen copies of each ({fields})" if self.copy_every else ""
-        return f"those of policies.names{copies}"
+    def describe_adapters(self, num_adapters: int) -> str:
+        """What so many adapters are."""
+        fields = "policies.copy_every, policies.num_copies, loop.num_steps"
+        num_copies = num_adapters // len(self.names) - 1
+        return "those of policies.names" + (
+            f", with up to {num_copies} frozen copies of each ({fields})" if num_copies else ""
+        )
 
     def list_adapters(self, version: int) -> tuple[str, ...]:
         """The adapters that an engine has at this version, the policies before their copies. Before the first update

@@ -105,13 +105,15 @@ async def open_engine(
     is_trained: bool = True,
     lends_memory: bool = True,
     policies: PoliciesConfig | None = None,
+    versions: range | None = None,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
-    as updates: one, or those of several `policies`. With `records_routing`, they record the experts that compute each
-    id; servers that run already must, and have these `numerics`. Untrained models are not copied.
+    as updates: one, or those of several `policies` in these `versions`, which a run makes if no server has newer ones.
+    With `records_routing`, they record the experts that compute each id; servers that run already must, and have these
+    `numerics`. Untrained models are not copied.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's, or it cannot have the adapters of the run.
@@ -119,7 +121,7 @@ async def open_engine(
     """
     weights = config.weights_dir or output / "weights"
     vocab_size = None if model is None else len(model.get_input_embeddings().weight)
-    lora = _lora_options(adapter_rank, policies) if config.starts_vllm else []
+    lora = _lora_options(adapter_rank, policies, versions) if config.starts_vllm else []
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             own = copy.deepcopy(model) if is_trained else model
@@ -138,17 +140,12 @@ async def open_engine(
                 server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, vocab_size))
-        _check_engine(found, vocab_size, numerics, adapter_rank, policies)
+        _check_engine(found, vocab_size, numerics)
+        _check_adapters(found, adapter_rank, policies, versions)
         yield found
 
 
-def _check_engine(
-    opened: RunEngine,
-    vocab_size: int | None,
-    numerics: Numerics,
-    adapter_rank: int | None,
-    policies: PoliciesConfig | None,
-) -> None:
+def _check_engine(opened: RunEngine, vocab_size: int | None, numerics: Numerics) -> None:
     engine: Any = opened.engine
     if vocab_size is not None:
         check_vocabulary(engine, vocab_size)
@@ -158,30 +155,36 @@ def _check_engine(
             f"trainer.numerics must be fast with an engine whose numerics are {own}, got exact: start its servers with "
             "--numerics exact"
         )
-    _check_adapters(opened, adapter_rank, policies)
 
 
-def _check_adapters(opened: RunEngine, rank: int | None, policies: PoliciesConfig | None) -> None:
+def _check_adapters(
+    opened: RunEngine, rank: int | None, policies: PoliciesConfig | None, versions: range | None
+) -> None:
     """Raise `InvalidInputError` if an engine cannot have the adapters of a run."""
     if rank is not None and (room := AdapterRoom.of(opened.engine)) is not None:
-        _check_room(room, rank, policies)
+        newest = opened.engine.policy_version
+        if versions is not None and newest > versions[0]:
+            # After a kill the loop begins above a server's versions, and more copies are behind it.
+            versions = range(newest + 1, newest + 1 + len(versions))
+        _check_room(room, rank, policies, versions)
     if policies is not None and opened.servers:
         _check_names(policies, opened.engine)
 
 
-def _check_room(room: AdapterRoom, rank: int, policies: PoliciesConfig | None) -> None:
+def _check_room(room: AdapterRoom, rank: int, policies: PoliciesConfig | None, versions: range | None) -> None:
     """Raise `InvalidInputError` if an engine has too little room for the adapters of a run, which it would say at the
     first update that has them, after steps were made.
     """
+    num_adapters = 1 if policies is None else policies.count_adapters(versions)
     if policies is None and room.max_adapters < 1:
         raise InvalidInputError(
             "trainer.lora_updates must be merged, or the engine started with room for an adapter (engine.options, or "
             f"at the servers of engine.urls), got adapter: {room.how}"
         )
-    if policies is not None and room.max_adapters < policies.max_adapters:
+    if policies is not None and room.max_adapters < num_adapters:
         raise InvalidInputError(
             f"policies must have at most {room.max_adapters} adapters at once with this engine (engine.options, or the "
-            f"servers of engine.urls), got {policies.max_adapters}, {policies.describe_adapters()}: {room.how}"
+            f"servers of engine.urls), got {num_adapters}, {policies.describe_adapters(num_adapters)}: {room.how}"
         )
     if room.max_rank < rank:
         raise InvalidInputError(
@@ -473,7 +476,9 @@ async def _start_in_first_process(
     return (url,)
 
 
-def _lora_options(adapter_rank: int | None, policies: PoliciesConfig | None) -> list[str]:
+def _lora_options(
+    adapter_rank: int | None, policies: PoliciesConfig | None, versions: range | None = None
+) -> list[str]:
     """Options for vLLM to take adapters of this rank as updates, one or those of policies, with a slot for each."""
     if adapter_rank is None:
         return []
@@ -484,8 +489,8 @@ def _lora_options(adapter_rank: int | None, policies: PoliciesConfig | None) -> 
             f"{adapter_rank}"
         )
     # Without a GPU, vLLM's last slot stays empty, and the others hold the version in use and the next one.
-    max_adapters = 1 if policies is None else policies.max_adapters
-    slots = max_adapters if torch.cuda.is_available() else 2 * max_adapters + 1
+    num_adapters = 1 if policies is None else policies.count_adapters(versions)
+    slots = num_adapters if torch.cuda.is_available() else 2 * num_adapters + 1
     return ["--enable-lora", "--max-lora-rank", str(highest), "--max-loras", str(slots)]
 
 

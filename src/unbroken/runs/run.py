@@ -302,10 +302,19 @@ async def _open_engine(
             numerics=config.trainer.numerics,
             lends_memory=_lends_memory(config, source, accelerator, sizes),
             policies=config.policies,
+            versions=None if config.policies is None else _list_versions(config),
         )
     )
     fix_rotary(policy, engine.engine.context_length)
     return engine
+
+
+def _list_versions(config: RunConfig) -> range:
+    """The versions of several policies that the run makes from its checkpoint on, if no server has newer ones."""
+    checkpoints = find_checkpoints(config.output / "checkpoints")
+    num_made = max(checkpoints, default=0)
+    first = PolicyTrainers.read_version(checkpoints[num_made]) if checkpoints else 0
+    return range(first, first + max(config.loop.num_steps - num_made, 0) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from unbroken.training.model.row_scores import RowScores
 from unbroken.training.objective.base import Objective
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import TRAINABLE, DropReason, TrajectoryRows
+from unbroken.training.state import read_state
 from unbroken.training.trainer import Trainer
 from unbroken.types import Logprobs, TrainingSample
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
@@ -253,6 +254,12 @@ class PolicyTrainers(Trainer):
                 ) from error
 
         return write
+
+    @staticmethod
+    def read_version(folder: Path) -> int:
+        """The policy version of a checkpoint; raises `CheckpointError` if it is damaged, or of one policy."""
+        names, _ = _read_copies(folder)
+        return read_state(folder / names[0]).state.policy_version
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """As `Trainer.load`. Raises `CheckpointError` too if the checkpoint is of other policies."""

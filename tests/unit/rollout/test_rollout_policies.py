@@ -125,8 +125,16 @@ def test_the_adapters_of_an_engine_are_the_policies_and_the_copies_that_speak_an
     assert config.list_adapters(0) == ()
     assert config.list_adapters(20) == ("x", "y", "x@20", "y@20")  # the copy at 0 is the base
     assert config.list_adapters(70) == ("x", "y", "x@40", "x@60", "y@40", "y@60")
-    assert config.max_adapters == max(len(config.list_adapters(version)) for version in range(100)) == 6
     assert PoliciesConfig(names=("x", "y")).list_adapters(70) == ("x", "y")
+
+
+def test_an_engine_needs_room_for_the_copies_that_the_versions_of_a_run_have_and_no_more() -> None:
+    config = PoliciesConfig(names=("x", "y"), copy_every=20, num_copies=2)
+    for versions in (range(11), range(21), range(15, 40), range(30, 41), range(100)):
+        assert config.count_adapters(versions) == max(len(config.list_adapters(version)) for version in versions)
+    assert [config.count_adapters(range(num)) for num in (1, 20, 21, 41)] == [2, 2, 4, 6]
+    assert config.count_adapters(None) == 6
+    assert PoliciesConfig(names=("x", "y")).count_adapters(None) == 2
 
 
 def test_several_processes_are_refused_and_one_is_not() -> None:

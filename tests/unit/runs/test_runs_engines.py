@@ -28,6 +28,7 @@ from unbroken.runs.processes import Rank
 from unbroken.training.config import TrainerConfig
 from unbroken.types import Numerics
 from unbroken.weights.disk import DiskPublisher
+from unbroken.weights.sources import TensorSource
 
 TALKATIVE = """
 import sys, time
@@ -117,7 +118,7 @@ async def test_an_engine_with_too_little_room_for_the_run_s_adapters_is_refused_
                 {"policies": copies, "adapter_rank": 8},
                 r"policies must have at most 3 adapters at once with this engine \(engine.options, or the servers of "
                 r"engine.urls\), got 12, those of policies.names, with up to 5 frozen copies of each "
-                rf"\(policies.copy_every, policies.num_copies\): {one}: --max-loras is 7",
+                rf"\(policies.copy_every, policies.num_copies, loop.num_steps\): {one}: --max-loras is 7",
             ),
             (
                 {"policies": two, "adapter_rank": 16},
@@ -132,6 +133,29 @@ async def test_an_engine_with_too_little_room_for_the_run_s_adapters_is_refused_
             pass
         async with open_engine(server(other), **how, policies=copies, adapter_rank=8):
             pass
+
+
+async def test_room_for_copies_that_a_run_does_not_come_to_is_not_asked_for(tmp_path):
+    """A server that is ahead, after a kill, has as many versions more."""
+    model = tiny_qwen3(vocab_size=len(server_tokenizer()))
+    how = {"model": model, "source": "tiny", "output": tmp_path, "device": torch.device("cpu"), "rank": Rank()}
+    policies = PoliciesConfig(names=("solver", "critic"), copy_every=10)
+    engine = scripted_engine("x")
+    engine.adapter_room = AdapterRoom(max_adapters=2, max_rank=8, how="", how_rank="")  # type: ignore[attr-defined]
+    how |= {"policies": policies, "adapter_rank": 8}
+
+    async with listening(make_app(engine)) as url:
+        async with open_engine(server(url), **how, versions=range(10)):
+            pass
+        with pytest.raises(InvalidInputError, match=r"at most 2 adapters .* got 4, .* up to 1 frozen copies"):
+            async with open_engine(server(url), **how, versions=range(11)):
+                pass
+        await engine.update_weights(TensorSource([("w", torch.ones(1))]), policy_version=5)
+        async with open_engine(server(url), **how, versions=range(2, 6)):  # 6 to 9
+            pass
+        with pytest.raises(InvalidInputError, match=r"at most 2 adapters .* got 4"):
+            async with open_engine(server(url), **how, versions=range(2, 7)):
+                pass
 
 
 async def test_stock_vllm_is_refused_where_engines_get_adapters(tmp_path):
