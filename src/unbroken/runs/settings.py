@@ -418,17 +418,17 @@ def _read_option(option: str, value: str | None, section: Section, values: dict[
 
 
 def read_table(
-    table: Mapping[str, Any], section: Section, *, source: str, folder: Path | None, top: Collection[str] = ()
+    table: Mapping[str, Any], section: Section, *, source: str, folder: Path | None, top: Section | None = None
 ) -> dict[str, Any]:
     """Read the values in a TOML table, its paths relative to `folder`.
 
-    `top` are the names at the top of the file that the table is in; without any, it is the file's own table.
+    `top` is the section of the whole file that the table is in; without it, it is the file's own table.
 
     Raises:
         InvalidInputError: with a line for each mistake, which begins with `source`. If there is one in the table, what
             would be refused of the other sections later is said too.
     """
-    reading = _Reading(source=source, folder=folder, top=top or _list_keys(section))
+    reading = _Reading(source=source, folder=folder, top=top or section)
     _read_section(table, section, reading)
     if reading.mistakes:
         _build(section, reading.values, reading.mistakes, source=source, wrong=reading.wrong)
@@ -442,7 +442,7 @@ class _Reading:
 
     source: str
     folder: Path | None
-    top: Collection[str]
+    top: Section
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     mistakes: Mistakes = dataclasses.field(default_factory=Mistakes)
     wrong: set[str] = dataclasses.field(default_factory=set)
@@ -469,7 +469,7 @@ def _read_section(table: Mapping[str, Any], section: Section, reading: _Reading)
                 found = _check_value(fields[key], value, name, reading.folder, reading.top)
                 reading.values[fields[key].name] = found
             elif key not in inner:
-                raise _unknown_key(name, key, section, reading.top, is_table=_is_table(value))
+                raise _unknown_key(name, key, section, reading.top, value)
             elif not isinstance(value, Mapping):
                 raise InvalidInputError(f"{name} must be a table of {_names(inner[key].fields)}, got {value!r}")
             else:
@@ -627,7 +627,7 @@ def _list_values(config: Any, *, prefix: str) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _check_value(field: _Field, value: Any, name: str, folder: Path | None, top: Collection[str] = ()) -> Any:
+def _check_value(field: _Field, value: Any, name: str, folder: Path | None, top: Section | None = None) -> Any:
     """Convert a TOML value to its field's type; in a list of configs, each table is read like a section."""
     config_class = _config_class_in(field)
     if config_class is None:
@@ -667,30 +667,44 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
 
 
-def _unknown_key(
-    shown_name: str, key: str, section: Section, top: Collection[str], *, is_table: bool
-) -> InvalidInputError:
-    """The error for an unknown key of a table in a file that has the names `top` at its top."""
-    if key not in top or key in section.elsewhere:
-        if is_table and _find_reason(section.prefix + key, section) is None:
-            return _unknown_section(shown_name, section.prefix + key, section)
-        return _unknown_field(shown_name, section.prefix + key, section)
+def _unknown_key(shown_name: str, key: str, section: Section, top: Section, value: Any) -> InvalidInputError:
+    """The error for an unknown key of a table in a file whose whole section is `top`."""
+    if key not in _list_keys(top) or key in section.elsewhere:
+        if _is_table(value) and _find_reason(section.prefix + key, section) is None:
+            return _unknown_section(shown_name, section.prefix + key, section, top)
+        return _unknown_field(shown_name, section.prefix + key, section, top)
     # TOML gives each line to the last table above it, and a file's options are often written one by one.
+    written = _write_header(key, value, top)
+    as_table = f"; as a table, write {written}" if written else ""
     return InvalidInputError(
         f"{shown_name} must be a field of the recipe, and {key} is one at the top of the file: move it above the first "
-        "table, because TOML gives a line after [table] or [[table]] to that table"
+        f"table, because TOML gives a line after [table] or [[table]] to that table{as_table}"
     )
 
 
-def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInputError:
-    """The error for an unknown field, with similar names."""
+def _write_header(key: str, value: Any, top: Section) -> str:
+    """The header of a table that belongs to the top of the file: `[rollouts.sampling]`; empty for a line's value.
+
+    Whether a table was written by its header, or as a line `loop.num_steps = 3`, TOML does not tell.
+    """
+    tables = _list_tables(top)
+    if key not in tables or not _is_table(value):
+        return ""
+    if isinstance(value, list):
+        return f"[[{key}]]"
+    inner = [each for each in value if _is_table(value[each]) and f"{key}.{each}" in tables]
+    return _write_header(f"{key}.{inner[0]}", value[inner[0]], top) if len(value) == len(inner) == 1 else f"[{key}]"
+
+
+def _unknown_field(shown_name: str, name: str, section: Section, top: Section | None = None) -> InvalidInputError:
+    """The error for an unknown field, with similar names: of the whole recipe those with the same last part."""
     if (reason := _find_reason(name, section)) is not None:
         return InvalidInputError(f"{shown_name} must be left out: {reason}")
     known = section.all_fields()
     inside = [each for each in known if each.startswith(name + ".")]
     if inside:
         return InvalidInputError(f"{shown_name} has its own fields: give one of {', '.join(inside)}")
-    similar = [each for each in known if _last(name) in (_last(each), _initials(each))]
+    similar = _find_same(name, known) or _find_same(name, (top or section).all_fields())
     similar = similar or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if shown_name.startswith("--"):
         similar = [f"--{each.replace('_', '-')}" for each in similar]
@@ -698,26 +712,41 @@ def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInput
     return InvalidInputError(f"{shown_name} must be a field of the recipe: {hint} (--help-all lists them all)")
 
 
-def _unknown_section(shown_name: str, name: str, section: Section) -> InvalidInputError:
-    """The error for an unknown table, with tables of similar names: a field inside one is no help to find it."""
-    known = [each.prefix.removesuffix(".") for each in section.all_sections() if each is not section]
-    known += [each.name for each in section.all_fields().values() if _takes_tables(each)]
-    if not known:
-        hint = f"{section.prefix.removesuffix('.') or 'it'} has no sections, but the fields {_names(section.fields)}"
-    elif similar := _find_similar(name, known):
+def _unknown_section(shown_name: str, name: str, section: Section, top: Section) -> InvalidInputError:
+    """The error for an unknown table, with tables of similar names, or the field that it is meant to be."""
+    known = _list_tables(section)
+    if similar := _find_similar(name, known, _list_tables(top)):
         hint = f"did you mean {' or '.join(similar)}?"
+    elif fields := _find_same(name, {**section.all_fields(), **top.all_fields()}):
+        hint = f"did you mean the field {' or '.join(fields)}? It has a value and is no table"
+    elif not known:
+        hint = f"{section.prefix.removesuffix('.') or 'it'} has no sections, but the fields {_names(section.fields)}"
     else:
         hint = f"the sections are {', '.join(known)}"
     return InvalidInputError(f"{shown_name} must be a section of the recipe: {hint} (--help-all lists them all)")
 
 
-def _find_similar(name: str, known: Sequence[str]) -> list[str]:
-    """The tables with the same last part, else the most similar one, else those with the most similar last part."""
-    same = [each for each in known if _last(each) == _last(name)]
-    if close := same or difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        return close
-    parts = difflib.get_close_matches(_last(name), {_last(each) for each in known}, n=1, cutoff=0.6)
-    return [each for each in known if _last(each) in parts]
+def _list_tables(section: Section) -> list[str]:
+    """The names of all tables inside a section: of sections, and of fields that take some."""
+    inner = [each.prefix.removesuffix(".") for each in section.all_sections() if each is not section]
+    return inner + [each.name for each in section.all_fields().values() if _takes_tables(each)]
+
+
+def _find_same(name: str, known: Iterable[str]) -> list[str]:
+    """The fields with the same last part, or whose last part has it for its initials."""
+    return [each for each in known if _last(name) in (_last(each), _initials(each))]
+
+
+def _find_similar(name: str, *places: Sequence[str]) -> list[str]:
+    """The tables with the same last part, else with the most similar one; of the first place that has some.
+
+    Whole names are not compared: what two have in common is then mostly where they stand.
+    """
+    for cutoff in (1.0, 0.75):  # at 0.6, "rewards" is like "kwargs"
+        for known in places:
+            if parts := difflib.get_close_matches(_last(name), {_last(each) for each in known}, n=1, cutoff=cutoff):
+                return [each for each in known if _last(each) in parts]
+    return []
 
 
 def _takes_tables(field: _Field) -> bool:
