@@ -31,7 +31,7 @@ from unbroken.cluster.processes import Command, Kind, NodePlace, PartState, Runn
 from unbroken.cluster.registry import KEY, Registry
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.rollout.failures import format_error
-from unbroken.runs.folder import open_private
+from unbroken.runs.folder import make_folder, open_private
 from unbroken.runs.signals import cancelled_by_sigterm
 
 _POLL_S, _EVERY_S = 0.5, 1.0
@@ -107,8 +107,7 @@ def check_token_file(variables: Mapping[str, str]) -> None:
 @contextmanager
 def _own_folder(plan: Plan) -> Iterator[None]:
     """Make the folder of the cluster's files, with a key; keep other clusters out of it."""
-    plan.output.parent.mkdir(parents=True, exist_ok=True)
-    plan.output.mkdir(mode=0o700, exist_ok=True)
+    make_folder(plan.output)
     plan.folder.mkdir(mode=0o700, exist_ok=True)
     with (plan.folder / "lock").open("a") as lock:
         try:

@@ -113,12 +113,11 @@ def _join(own: Mapping[str, str], others: Sequence[str]) -> list[str]:
 
 def _write_task(output: Path, task: str) -> Path:
     """Write the data set of a task; raises `InvalidInputError` if the folder has another one."""
-    from unbroken.runs.folder import TASK_FILE
+    from unbroken.runs.folder import TASK_FILE, make_folder
 
     file, line = output / TASK_FILE, json.dumps({"prompt": [{"role": "user", "content": task}]}) + "\n"
+    make_folder(output)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.mkdir(mode=0o700, exist_ok=True)
         if file.exists() and file.read_text("utf-8") != line:
             raise InvalidInputError(f"--output must be a new or empty folder, or that of the same task, got {output}")
         file.write_text(line, "utf-8")

@@ -353,10 +353,17 @@ def open_private(path: Path, mode: str) -> BinaryIO:
     return cast(BinaryIO, open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)))
 
 
-def _make_folder(folder: Path) -> None:
-    """Make the folder of a run, which has prompts, replies and logs: for this user only. One that is there stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run, which has prompts, replies and logs: for this user only. One that is there stays.
+
+    Raises:
+        InvalidInputError: it cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
 
 
 def _has_trained_nothing(folder: Path) -> bool:
@@ -384,8 +391,8 @@ def _check_no_other_files(folder: Path) -> None:
 def _open_locked(path: Path) -> int:
     """Open and lock the file; a file that its holder has removed does not count."""
     while True:
+        make_folder(path.parent)
         try:
-            _make_folder(path.parent)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise _not_writable(path.parent, error) from error
@@ -418,8 +425,8 @@ def _not_writable(folder: Path, error: OSError) -> InvalidInputError:
 
 def _write(path: Path, stored: _StoredRecipe) -> None:
     part = path.with_name(RECIPE_PART)
+    make_folder(path.parent)
     try:
-        _make_folder(path.parent)
         with open_private(part, "wb") as file:
             contents = {"recipe": stored.name, **{key: value for key, value in asdict(stored).items() if key != "name"}}
             file.write((json.dumps(contents, indent=1) + "\n").encode())

@@ -32,6 +32,7 @@ from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.evaluation.schedule import Evaluations, make_evaluators
 from unbroken.runs.export.files import create_repository
 from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.folder import make_folder
 from unbroken.runs.models import (
     check_config_changes,
     find_context_length,
@@ -399,8 +400,7 @@ def _prepare_output(models: KeptModels, *, last_step: int) -> None:
     """
     with models.trainer.fail_together():
         if models.trainer.is_main_process:
-            models.output.parent.mkdir(parents=True, exist_ok=True)
-            models.output.mkdir(mode=0o700, exist_ok=True)
+            make_folder(models.output)
             models.remove_unfinished()
             cut_evaluations(models.output, last_step)
             config = models.config

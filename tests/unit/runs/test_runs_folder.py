@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.folder import claim_folder, digest_files, lock_folder
+from unbroken.runs.folder import claim_folder, digest_files, lock_folder, make_folder
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings import describe
 
@@ -190,6 +190,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInputError, match=r"output must be a writable folder, got .*file/run"):
         claim_folder(tmp_path / "file" / "run", "lookup.py", SETTINGS)
+    with pytest.raises(InvalidInputError, match=r"output must be a writable folder, got .*file/run"):
+        make_folder(tmp_path / "file" / "run")
+
+
+def test_the_folder_of_a_run_is_made_for_this_user_only_and_one_that_is_there_stays(tmp_path):
+    (tmp_path / "there").mkdir(mode=0o755)
+    for name, mode in (("above/run", 0o700), ("there", 0o755)):
+        make_folder(tmp_path / name)
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
 def test_a_folder_on_a_full_disk_is_locked_all_the_same(tmp_path, monkeypatch):
