@@ -37,7 +37,7 @@ from accelerate.utils import gather_object
 from unbroken.engines.base import AdapterRoom, Engine, SleepingEngine
 from unbroken.engines.checks import describe_numerics
 from unbroken.engines.directory import EngineDirectory, FileDirectory, follow
-from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
 from unbroken.images.processor import ImageProcessor
 from unbroken.rendering.loader import load_renderer, load_tokenizer
@@ -111,9 +111,8 @@ async def open_engine(
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
-    as updates: one, or those of several `policies` in these `versions`, which a run makes if no server has newer ones.
-    With `records_routing`, they record the experts that compute each id; servers that run already must, and have these
-    `numerics`. Untrained models are not copied.
+    as updates: one, or those of several `policies` in `versions`. With `records_routing`, they record the experts that
+    compute each id; servers that run already must, and have these `numerics`. Untrained models are not copied.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's, or it cannot have the adapters of the run.
@@ -125,9 +124,7 @@ async def open_engine(
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             own = copy.deepcopy(model) if is_trained else model
-            engine = _make_embedded(config.embedded, own, device, image_processor, records_routing, numerics)
-            stack.push_async_callback(engine.close)
-            found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
+            found = _open_embedded(stack, config, own, device, image_processor, records_routing, numerics)
         elif config.kind is EngineKind.COLOCATED:
             colocated = _start_colocated(
                 config, source, device, rank, lora, image_processor, records_routing, numerics, lends_memory
@@ -160,7 +157,9 @@ def _check_engine(opened: RunEngine, vocab_size: int | None, numerics: Numerics)
 def _check_adapters(
     opened: RunEngine, rank: int | None, policies: PoliciesConfig | None, versions: range | None
 ) -> None:
-    """Raise `InvalidInputError` if an engine cannot have the adapters of a run."""
+    """Raise `InvalidInputError` if an engine cannot have the adapters of a run, which makes these versions if no server
+    has newer ones.
+    """
     if rank is not None and (room := AdapterRoom.of(opened.engine)) is not None:
         newest = opened.engine.policy_version
         if versions is not None and newest > versions[0]:
@@ -228,24 +227,28 @@ def check_embedded(config: RunConfig, model_config: Any) -> None:
         TransformersEngine.check_config(model_config, config.engine.embedded)
 
 
-def _make_embedded(
-    config: TransformersEngineConfig,
+def _open_embedded(
+    stack: AsyncExitStack,
+    config: EngineConfig,
     model: Any,
     device: Any,
     image_processor: ImageProcessor | None,
     records_routing: bool,
     numerics: Numerics,
-) -> TransformersEngine:
-    config = replace(
-        config,
-        records_routing=config.records_routing or records_routing,
-        numerics=config.numerics if numerics is Numerics.FAST else numerics,
+) -> RunEngine:
+    """Open the embedded engine on a model of its own, until the stack is closed."""
+    embedded = replace(
+        config.embedded,
+        records_routing=config.embedded.records_routing or records_routing,
+        numerics=config.embedded.numerics if numerics is Numerics.FAST else numerics,
     )
     with _naming_vllm():
         own = model.to(device)
         if own.config.get_text_config()._attn_implementation == "flex_attention":  # it takes no mask for each row
             own.set_attn_implementation("eager")
-        return TransformersEngine(own, config=config, image_processor=image_processor)
+        engine = TransformersEngine(own, config=embedded, image_processor=image_processor)
+    stack.push_async_callback(engine.close)
+    return RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
 
 
 @asynccontextmanager
