@@ -60,9 +60,10 @@ _OF_ROW = (
 _OF_SCORED_ROW = ("trainer_logprobs", "entropies", "ranks", "clipped", "corrected")
 """Null in rows that the run did not score (`rollout_log.scored_groups`); here all are."""
 _OF_SAMPLING = (
-    "allowed_token_ids", "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "allowed_token_ids", "bad_words_ids", "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
 )  # fmt: skip
-"""Of each turn; ids that `min_tokens` forbids are the tokenizer's too, and not in the settings."""
+"""Of each turn. Not `stop_token_ids`: a turn has those of the tokenizer too, which no setting has."""
 _MAX_SHOWN = 5
 """Differences of one step that are named."""
 
@@ -505,7 +506,9 @@ class _Comparison(RunObserver):
             choose_scored(rollouts.groups, self.run.config.rollout_log.scored_groups) if rollouts.is_trained else ()
         )
         scored = {member.trajectory_id for group in chosen for member in group.trajectories}
-        if found := [*_compare_steps(recorded, again, scored), *_compare_settings(recorded, self.run.config.rollouts)]:
+        # Settings are compared with turns that were found to be whole: a damaged file may lack what is read there.
+        found = [*_compare_steps(recorded, again, scored)] or [*_compare_settings(recorded, self.run.config.rollouts)]
+        if found:
             raise _DifferenceError([f"step {rollouts.step}: {recorded.path.name}: {each}" for each in found])
         self.num_ids += sum(len(row["rollout_logprobs"]) for record in again.records for row in record["rows"])
 
@@ -636,27 +639,37 @@ def _compare_steps(recorded: RecordedStep, again: RecordedStep, scored: Set[str]
 
 
 def _compare_settings(recorded: RecordedStep, config: RolloutConfig) -> Iterator[str]:
-    """Where a step was not sampled as the recipe says, from which nothing is computed again: rows and turns say it too.
+    """Where a step's rows and turns were sampled otherwise than the recipe says.
 
-    A session may end a turn earlier than the recipe, so its limit of ids is not exceeded.
+    What is computed again is computed with the parameters of the rows and turns. So this alone finds a recipe that was
+    changed after the run. A smaller group is no difference: a recipe's own code may leave rollouts out of it
+    (`Problems.score`).
     """
     for group, members in itertools.groupby(recorded.records, key=lambda record: record["group"]):
-        if (number := len(list(members))) != config.group_size:
-            yield f"group {group} has {number} rollouts, and rollouts.group_size is {config.group_size}"
+        if (number := len(list(members))) > config.group_size:
+            yield f"group {group} has {number} rollouts, more than rollouts.group_size, which is {config.group_size}"
     for record in recorded.records:
-        for name, value in sorted(set(_find_sampling(record, max_tokens=config.sampling.max_tokens)), key=str):
-            if value != (given := getattr(config.sampling, name)):
-                yield f"trajectory {record['trajectory']}: {name} is {value}, and rollouts.sampling.{name} {given}"
+        yield from (f"trajectory {record['trajectory']}, {found}" for found in _compare_sampling(record, config))
 
 
-def _find_sampling(record: Mapping[str, Any], *, max_tokens: int) -> Iterator[tuple[str, Any]]:
-    """The sampling parameters that the rows and turns of a rollout say; `max_tokens` only where a turn has more."""
-    yield from {("temperature", row["temperature"]) for row in record["rows"]}
-    for turn in record["turns"]:
+def _compare_sampling(record: Mapping[str, Any], config: RolloutConfig) -> Iterator[str]:
+    """Where the rows and turns of a rollout were sampled otherwise than the recipe says."""
+    sampling = config.sampling
+    temperature = sampling.temperature or 1.0  # greedy completions have the logprobs of temperature 1
+    for number, row in enumerate(record["rows"]):
+        if row["temperature"] != temperature:
+            yield f"row {number}: temperature is {row['temperature']}, and by rollouts.sampling {temperature}"
+    for number, turn in enumerate(record["turns"]):
+        # A turn may have fewer ids: it ended by itself, or its session had a lower limit.
+        if turn["num_sampled"] > sampling.max_tokens:
+            yield (
+                f"turn {number}: num_sampled is {turn['num_sampled']}, more than rollouts.sampling.max_tokens, which "
+                f"is {sampling.max_tokens}"
+            )
         controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
-        yield from ((name, getattr(controls, name)) for name in _OF_SAMPLING)
-        if turn["num_sampled"] > max_tokens:
-            yield "max_tokens", turn["num_sampled"]
+        for name in _OF_SAMPLING:
+            if (value := getattr(controls, name)) != (given := getattr(sampling, name)):
+                yield f"turn {number}: {name} is {_quote(value)}, and by rollouts.sampling {_quote(given)}"
 
 
 def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any], is_scored: bool) -> Iterator[str]:

@@ -295,6 +295,25 @@ def change_version_of_a_turn(run: Path) -> None:
     edit_lines(rollouts_of(run), lambda lines: lines[2 + 5]["turns"][0]["policy_versions"][0].__setitem__(2, 1))
 
 
+def remove_number_of_sampled_ids(run: Path) -> None:
+    edit_lines(rollouts_of(run), lambda lines: lines[2 + 5]["turns"][0].pop("num_sampled"))
+
+
+def write_number_of_sampled_ids_as_text(run: Path) -> None:
+    edit_lines(rollouts_of(run), lambda lines: lines[2 + 5]["turns"][0].update(num_sampled="8"))
+
+
+def forbid_a_word_that_nothing_began(run: Path) -> None:
+    """So no logprob is another."""
+
+    def edit(lines: list[Any]) -> None:
+        row = row_of(lines)
+        word = [min(set(range(len(row["token_ids"]) + 1)) - set(row["token_ids"])), 5]
+        lines[2 + 5]["turns"][0]["controls"] = {"bad_words_ids": [word]}
+
+    edit_lines(rollouts_of(run), edit)
+
+
 def change_step_of_a_file(run: Path) -> None:
     edit_lines(rollouts_of(run), lambda lines: lines[0].__setitem__("step", 1))
 
@@ -304,6 +323,9 @@ def change_step_of_a_file(run: Path) -> None:
     [
         (change_version_of_a_turn, ": policy_versions of its turns is [[[0, "),
         (change_step_of_a_file, "gz: step is 1, "),
+        (forbid_a_word_that_nothing_began, "trajectory 0-0-5/1, turn 0: bad_words_ids is (("),
+        (remove_number_of_sampled_ids, ": num_sampled of its turns is [None], and computed again [8]"),
+        (write_number_of_sampled_ids_as_text, ": num_sampled of its turns is ['8'], and computed again [8]"),
     ],
 )
 def test_what_a_file_says_twice_is_compared_twice(run, capsys, change, said):
@@ -315,10 +337,18 @@ def test_what_a_file_says_twice_is_compared_twice(run, capsys, change, said):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("rollouts.sampling.temperature", 0.75, "temperature is 1.0, and rollouts.sampling.temperature 0.75"),
-        ("rollouts.sampling.repetition_penalty", 1.5, "repetition_penalty is 1.0, and rollouts.sampling.repetition_"),
-        ("rollouts.sampling.max_tokens", 4, "max_tokens is 8, and rollouts.sampling.max_tokens 4"),
-        ("rollouts.group_size", 5, "group 0-0-0 has 4 rollouts, and rollouts.group_size is 5"),
+        ("rollouts.sampling.temperature", 0.75, "row 0: temperature is 1.0, and by rollouts.sampling 0.75"),
+        (
+            "rollouts.sampling.repetition_penalty",
+            1.5,
+            "turn 0: repetition_penalty is 1.0, and by rollouts.sampling 1.5",
+        ),
+        (
+            "rollouts.sampling.max_tokens",
+            4,
+            "turn 0: num_sampled is 8, more than rollouts.sampling.max_tokens, which is",
+        ),
+        ("rollouts.group_size", 3, "group 0-0-0 has 4 rollouts, more than rollouts.group_size, which is 3"),
     ],
 )
 def test_a_recipe_that_does_not_say_how_its_rollouts_were_sampled_is_a_difference(run, capsys, name, value, said):
@@ -326,6 +356,13 @@ def test_a_recipe_that_does_not_say_how_its_rollouts_were_sampled_is_a_differenc
     edit_json(run / "recipe.json", lambda recipe: recipe["settings"].__setitem__(name, value))
     status, report = verify(capsys, run)
     assert (status, said in report) == (1, True), report
+
+
+def test_a_group_that_a_recipes_code_made_smaller_is_no_difference(run, capsys):
+    """`Problems.score` may leave rollouts out."""
+    edit_json(run / "recipe.json", lambda recipe: recipe["settings"].update({"rollouts.group_size": 5}))
+    status, report = verify(capsys, run)
+    assert status == 0, report
 
 
 def test_a_run_is_verified_to_its_last_bit(run, capsys):
@@ -575,9 +612,12 @@ def test_a_checksum_adds_blocks_and_gives_what_whole_tensors_give():
         assert checksum_of([("w", tensor)]) == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def test_steps_that_train_nothing_have_no_checksum_and_are_verified(tmp_path, model, capsys):
-    """All rewards of a group are equal with completions of one id that are no letters, or all are."""
-    options = ["--rollouts.sampling.temperature=0.01", "--loop.max-empty-steps=none"]
+@pytest.mark.parametrize("temperature", [0.01, 0])
+def test_steps_that_train_nothing_have_no_checksum_and_are_verified(tmp_path, model, capsys, temperature):
+    """All rewards of a group are equal with completions of one id that are no letters, or all are; greedy ones always
+    are, and rows of them have the temperature of their logprobs, which is 1.
+    """
+    options = [f"--rollouts.sampling.temperature={temperature}", "--loop.max-empty-steps=none"]
     assert train(tmp_path / "run", model, *options, max_tokens=1) == 0
     heads = [
         json.loads(gzip.decompress(rollouts_of(tmp_path / "run", k).read_bytes()).splitlines()[0]) for k in range(4)
