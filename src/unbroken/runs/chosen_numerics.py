@@ -16,16 +16,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.folder import read_trained_recipe
 from unbroken.runs.settings import describe
 from unbroken.types import Numerics
-from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file
 
 _ConfigT = TypeVar("_ConfigT", bound=RunConfig)
-_STATE = "state.json"
-"""Of a checkpoint."""
 _MAX_COST = 1.05
 """Times the seconds of a step: what nobody sees. The goal for numerics that are exact without being asked for."""
 _FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
@@ -82,7 +79,7 @@ def choose_numerics(
     """
     if config.trainer.numerics is not Numerics.AUTO:
         return config, ""
-    known = None if continues is False else _find_known(config.output, begins=bool(continues))
+    known = None if continues is False else _find_known(config, begins=bool(continues))
     if known in (Numerics.FAST, Numerics.EXACT):
         chosen, why = Numerics(known), "as the run in this folder began"
     else:
@@ -90,25 +87,25 @@ def choose_numerics(
     return _with_numerics(config, chosen), f"numerics: {chosen} ({why})"
 
 
-def _find_known(output: Path, *, begins: bool) -> Any:
-    """The numerics of the run in a folder; None without one."""
-    if (stored := read_trained_recipe(output, begins=begins)) is not None:
+def _find_known(config: RunConfig, *, begins: bool) -> Any:
+    """The numerics of the run in a config's folder; None without a run, or if it does not say them.
+
+    Raises:
+        CheckpointError: its newest checkpoint is damaged.
+    """
+    if (stored := read_trained_recipe(config.output, begins=begins)) is not None:
         return stored.settings.get("trainer.numerics")
-    if not (folder := output / "checkpoints").is_dir():
+    if not (folder := config.output / "checkpoints").is_dir():
         return None
     from unbroken.training.checkpoints import find_checkpoints
+    from unbroken.training.state import read_state
 
     if not (found := find_checkpoints(folder)):
         return None
     newest = found[max(found)]
-    try:  # of several policies, each has its state in a folder of its own
-        path = next(path for path in [newest / _STATE, *sorted(newest.glob(f"*/{_STATE}"))] if path.is_file())
-        return read_json_file(path, max_bytes=MAX_ROWS_BYTES)["processes"][0]["numerics"]
-    except (StopIteration, OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{newest} must hold a whole checkpoint, which says with which numerics the run began: "
-            f"{type(error).__name__}: {error}. Remove the folder to go on from an earlier one"
-        ) from error
+    # Of several policies, each has its state in a folder of its own. Files are verified when the trainer loads them.
+    own = newest if config.policies is None else newest / config.policies.names[0]
+    return read_state(own, verifies_files=False).state.processes[0].get("numerics")
 
 
 def _with_numerics(config: _ConfigT, numerics: Numerics) -> _ConfigT:
@@ -149,9 +146,11 @@ def _find_options(config: RunConfig) -> Iterator[str]:
     words = config.engine.options
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
+            name, separator, value = word[2:].partition("=")
             name = name.replace("_", "-")
-            yield f"dtype {value or following}" if name == "dtype" else name
+            if not separator and not following.startswith("-"):
+                value = following
+            yield f"{name} {value}" if name == "dtype" and value else name
 
 
 def _find_unmeasured_setting(config: RunConfig) -> str | None:

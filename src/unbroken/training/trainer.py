@@ -380,15 +380,17 @@ class Trainer:
 
         Raises:
             CheckpointError: the folder has no whole checkpoint, or one of another model.
-            InvalidInputError: numerics are exact, and the saved trainer's were not.
+            InvalidInputError: numerics are exact, and the saved trainer's were not, or nobody knows.
             TrainingError: another process raised it.
         """
         state = self.backend.load(folder)
         mine = state.processes[self._processes.index % len(state.processes)]
-        if self._config.numerics is Numerics.EXACT and mine["numerics"] != Numerics.EXACT:
+        theirs = mine.get("numerics")  # None in a checkpoint that was written before it was said there
+        if self._config.numerics is Numerics.EXACT and theirs != Numerics.EXACT:
             # The other way round the run claims no equal bits any more.
+            where = f"with {folder}, which does not say its own" if theirs is None else f"as in {folder}"
             raise InvalidInputError(
-                f"numerics must be {mine['numerics']} as in {folder}, got exact: the steps before it have no such proof"
+                f"numerics must be {Numerics.FAST} {where}, got exact: the steps before it have no such proof"
             )
         self._rng.bit_generator.state = mine["rng"]
         if self._config.entropy_control is not None:
@@ -414,8 +416,10 @@ class Trainer:
         stored = read_state(folder)
         theirs = {"policy_version": stored.state.policy_version, **stored.state.processes[0]}
         for name, own in {"policy_version": self.policy_version, **self._describe_process()}.items():
-            if theirs.get(name) != own:
-                return f"{name} is {theirs.get(name)!r}, and here {own!r}"
+            if name not in theirs:
+                return f"it does not say {name}, and here it is {own!r}"
+            if theirs[name] != own:
+                return f"{name} is {theirs[name]!r}, and here {own!r}"
         return self.backend.find_difference(stored)
 
     def _describe_process(self) -> dict[str, Any]:
@@ -424,7 +428,8 @@ class Trainer:
             "rng": self._rng.bit_generator.state,
             "entropy": {"weight": self._entropy_weight, "last": self._last_entropy},
             "num_steps": self._num_steps,
-            "numerics": str(self._config.numerics),
+            # A script's trainer may have `auto`, which is fast: nobody chose for it.
+            "numerics": str(Numerics.EXACT if self._config.numerics is Numerics.EXACT else Numerics.FAST),
         }
 
     def _make_minibatches(self, units: Sequence[Any], supervised: Sequence[TrainingSample] | None) -> list[_Minibatch]:

@@ -97,6 +97,8 @@ def test_a_model_that_was_not_seen_to_have_the_same_bits_is_named(model_config, 
         ({"engine__options": ("--dtype=bfloat16",)}, None),
         ({"engine__options": ("--dtype", "float16")}, "engine.options --dtype float16"),
         ({"engine__options": ("--dtype=float32",)}, "engine.options --dtype float32"),
+        ({"engine__options": ("--dtype",)}, "engine.options --dtype"),
+        ({"engine__options": ("--dtype", "--max-model-len", "3")}, "engine.options --dtype"),
         ({"teacher__models": ("a",)}, "teacher.models"),
         ({"model_settings__kwargs": {"rope_theta": 1e4}}, "model_settings.kwargs"),
     ],
@@ -190,10 +192,19 @@ async def test_a_script_makes_its_folder_and_continues_with_the_numerics_of_its_
     assert choose_numerics(auto) == (exact, "numerics: exact (as the run in this folder began)")
 
     state = output / "checkpoints" / "step-00000001" / "state.json"
-    state.write_text(state.read_text().replace('"numerics": "exact"', '"numerics": "fast"'))
+    whole = json.loads(state.read_text())
+    del whole["processes"][0]["numerics"]
+    known = state.read_text()
+    state.write_text(json.dumps(whole))
+    assert choose_numerics(auto)[1] == "numerics: fast (exact is slower on a CPU)"
+    with pytest.raises(InvalidInputError, match=r"numerics must be fast with .*-00000001, which does not say its own"):
+        await train_model(exact, await recipe.make_task(exact))
+
+    state.write_text(known.replace('"numerics": "exact"', '"numerics": "fast"'))
     with pytest.raises(InvalidInputError, match=r"numerics must be fast as in .*step-00000001, got exact"):
         await train_model(exact, await recipe.make_task(exact))
 
-    state.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"step-00000001 must hold a whole checkpoint"):
-        choose_numerics(auto)
+    for damaged in ("{}", "", json.dumps({**whole, "processes": ["x"]})):
+        state.write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"step-00000001 must hold a whole checkpoint"):
+            choose_numerics(auto)

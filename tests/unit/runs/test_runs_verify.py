@@ -189,6 +189,10 @@ def change_generator(run: Path) -> None:
     edit_json(run / "checkpoints" / "step-00000004" / "state.json", edit)
 
 
+def remove_numerics_of_a_checkpoint(run: Path) -> None:
+    edit_json(run / "checkpoints" / "step-00000004" / "state.json", lambda state: state["processes"][0].pop("numerics"))
+
+
 def change_final_model(run: Path) -> None:
     flip_byte(run / "final" / "model.safetensors")
 
@@ -274,6 +278,7 @@ PLANTED = [
     (change_checkpoint, "checkpoints/step-00000002 must hold a whole checkpoint"),
     (change_checkpoint_with_its_digest, "step 3: checkpoints/step-00000004: "),
     (change_generator, "step 3: checkpoints/step-00000004: rng is "),
+    (remove_numerics_of_a_checkpoint, "step-00000004: it does not say numerics, and here it is 'exact'"),
     (change_final_model, "final/model.safetensors has other bytes than the model after 4 steps"),
     (change_learning_rate, "step 0: checkpoints/step-00000001: weights has other bits in "),
     (add_an_adapter, "final has also adapter_config.json, other than the model after 4 steps"),
