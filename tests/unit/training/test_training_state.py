@@ -24,6 +24,7 @@ from unbroken.runs.config import CheckpointConfig
 from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.state import read_state
 from unbroken.training.trainer import Trainer
 from unbroken.weights.files import describe_file
 
@@ -62,6 +63,11 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(saved):
     assert stats[0].policy_version == stats[1].policy_version == 3
     assert stats[0].learning_rate == stats[1].learning_rate == pytest.approx(1e-2)
     assert stats[0].loss == stats[1].loss
+
+
+def test_a_checkpoint_of_a_scripts_trainer_says_the_numerics_that_it_had(saved):
+    """Of `auto`, which nobody has chosen for, these are fast."""
+    assert [each["numerics"] for each in read_state(saved[1]).state.processes] == ["fast"]
 
 
 def test_a_trainer_without_an_update_can_be_saved(tmp_path):
