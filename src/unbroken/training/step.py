@@ -136,8 +136,8 @@ class StepRunner:
 
             while a group is sampled    the group is lost, and sampled again as a whole once the engine is back; the
                                         wait is in `_take_groups`
-            after that, before the      the step has all it needs: it is trained once, the version rises, and a checkpoint
-            weights are published       is written if one is due. What is sampled ahead is lost, as above
+            after that, before the      the step has all it needs: it is trained once, the version rises, and what is
+            weights are published       due of checkpoints is written. Groups that are sampled ahead are lost, as above
             when they are published     all of the trainer's weights are sent again until the engine is back and has
                                         taken them; the wait is in `Publication.publish`, or with `max_staleness`
                                         above 0 where the processes meet next
