@@ -168,8 +168,10 @@ def find_difference(policy: Any) -> str | None:
 
 def _compare_rows(policy: Any, rows: Sequence[Ids]) -> tuple[str | None, list[tuple[float, float]]]:
     """As `_compare`, of the rows and of two of them: of two lengths, which a kernel may be compiled for."""
+    # A sharded model's processes make all passes together, whatever each has found; and the last one has a gradient,
+    # as FSDP2 keeps weights whole after a pass without, which a checkpoint that is loaded then would not change.
+    leak = _find_leak(policy, rows)
     compared = [_compare(policy, each) for each in (rows, rows[:2])]
-    leak = _find_leak(policy, rows)  # whatever was found: a sharded model's processes make all passes together
     reason = next((each for each, _ in compared if each is not None), leak)
     return reason, [squares for _, squares in compared]
 
@@ -214,10 +216,10 @@ def _compare(policy: Any, rows: Sequence[Ids]) -> tuple[str | None, tuple[float,
             torch.autograd.backward(sign * (weights * scored).sum())
         return scored.detach(), _add_squares(trained, policy.sequence)
 
-    alone, whole = score(_score_alone, 1)
-    shared, different = score(_score_tree, -1)  # its gradient is added to the other, which leaves the difference
     with torch.no_grad():  # old and reference logprobs come from such passes, which a compiler may compute otherwise
         scored = _score_tree(policy, rows)
+    alone, whole = score(_score_alone, 1)
+    shared, different = score(_score_tree, -1)  # its gradient is added to the other, which leaves the difference
     off = float(torch.stack([shared - alone, scored - alone]).abs().max() / alone.abs().max())
     if off <= _get_tolerance(policy):
         return None, (whole, different)
