@@ -38,9 +38,14 @@ def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") 
         raise InvalidInputError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise InvalidInputError(f"{name} must be whole numbers, got dtype {array.dtype}")
-    if array.size and (array.min() < 0 or (array.dtype != np.int32 and array.max() > _LARGEST_ID)):
+    is_int32 = array.dtype == np.int32
+    if array.size and (np.minimum.reduce(array) < 0 or (not is_int32 and array.max() > _LARGEST_ID)):
         raise InvalidInputError(f"{name} must lie in [0, 2**31), got {array.min()} to {array.max()}")
-    ids: TokenIds = freeze(array.astype(np.int32, copy=False))
+    if is_int32:
+        ids: TokenIds = freeze(array)
+        return ids
+    ids = array.astype(np.int32)  # a copy, which nobody else has
+    ids.flags.writeable = False
     return ids
 
 

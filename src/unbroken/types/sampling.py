@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from unbroken.errors import SamplingError
 from unbroken.types.arrays import MAX_DEPTH, TokenIds, is_deep, is_real, is_text, is_whole, token_ids
@@ -171,38 +171,14 @@ class SamplingParams:
     or a format cuts any. Rollouts of a run do so by themselves."""
 
     def __post_init__(self) -> None:
-        rules = (
-            ("max_tokens", is_whole(self.max_tokens, 1), "a whole number in [1, 2**31)"),
-            ("temperature", self._has_temperature(), f"0 or a number in {list(TEMPERATURE_RANGE)}"),
-            ("top_k", is_whole(self.top_k, 0), "a whole number in [0, 2**31), where 0 is off"),
-            ("top_p", is_real(self.top_p, 0, 1) and self.top_p != 0, "a number in (0, 1]"),
-            ("min_p", is_real(self.min_p, 0, 1), "a number in [0, 1]"),
-            ("repetition_penalty", is_real(self.repetition_penalty, 0.01, 100), "a number in [0.01, 100]"),
-            ("presence_penalty", is_real(self.presence_penalty, -2, 2), "a number in [-2, 2]"),
-            ("frequency_penalty", is_real(self.frequency_penalty, -2, 2), "a number in [-2, 2]"),
-            ("logit_bias", _is_bias(self.logit_bias), "pairs of an id and a number in [-100, 100], no id twice"),
-            ("allowed_token_ids", _is_tuple(self.allowed_token_ids, _is_id), "a tuple of ids in [0, 2**31)"),
-            ("min_tokens", is_whole(self.min_tokens, 0), "a whole number in [0, 2**31)"),
-            ("bad_words_ids", _is_tuple(self.bad_words_ids, _is_word), "a tuple of non-empty tuples of ids"),
-            ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "None or a whole number in [0, 2**63)"),
-            ("stop_token_ids", _is_tuple(self.stop_token_ids, _is_id), "a tuple of ids in [0, 2**31)"),
-            ("stop_strings", _is_tuple(self.stop_strings, is_text), "a tuple of non-empty strings"),
-            (
-                "structured_output",
-                self.structured_output is None or isinstance(self.structured_output, StructuredOutput),
-                "None or a StructuredOutput",
-            ),
-            ("num_top_logprobs", is_whole(self.num_top_logprobs, 0), "a whole number in [0, 2**31)"),
-            ("return_routed_experts", isinstance(self.return_routed_experts, bool), "true or false"),
-            ("return_kept_ids", isinstance(self.return_kept_ids, bool), "true or false"),
-        )
-        _check_rules(self, rules)
+        _check_rules(self, _PARAMETER_RULES)
         if len(self.stop_strings) > MAX_STOP_STRINGS or sum(map(len, self.stop_strings)) > 2**16:
             raise SamplingError(
                 f"stop_strings must be at most {MAX_STOP_STRINGS} strings of 65536 characters together, got "
                 f"{len(self.stop_strings)} of {sum(map(len, self.stop_strings))}"
             )
-        self._check_controls()
+        if self.logit_bias or self.allowed_token_ids or self.bad_words_ids or self.min_tokens:
+            self._check_controls()
 
     def _check_controls(self) -> None:
         limits = (
@@ -269,9 +245,6 @@ class SamplingParams:
         """Whether one of these has another value than by default. Each turn of a rollout asks ten times."""
         return any(getattr(self, name) != getattr(_PLAIN, name) for name in names)
 
-    def _has_temperature(self) -> bool:
-        return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURE_RANGE)
-
 
 _TRUNCATING = ("top_k", "top_p", "min_p", "structured_output")
 """Parameters that cut ids from the distribution."""
@@ -319,14 +292,7 @@ class SampleRequest:
         object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
         if len(self.prompt_ids) == 0:
             raise SamplingError("prompt_ids must have at least one id, got none")
-        rules = (
-            ("request_id", is_text(self.request_id), "a non-empty string"),
-            ("n", is_whole(self.n, 1), "a whole number in [1, 2**31)"),
-            ("params", isinstance(self.params, SamplingParams), "SamplingParams"),
-            ("adapter", self.adapter is None or is_text(self.adapter), "None or a non-empty string"),
-            ("session_id", self.session_id is None or is_text(self.session_id), "None or a non-empty string"),
-        )
-        _check_rules(self, rules)
+        _check_rules(self, _REQUEST_RULES)
         self._check_images()
 
     @property
@@ -345,17 +311,22 @@ class SampleRequest:
                 )
 
 
-def _is_id(value: Any) -> bool:
+def _is_natural(value: Any) -> bool:
+    """Whether it is an id, or another whole number from 0 on."""
     return is_whole(value, 0)
 
 
+def _are_ids(values: Any) -> bool:
+    return _is_tuple(values, _is_natural)
+
+
 def _is_word(value: Any) -> bool:
-    return _is_tuple(value, _is_id) and len(value) > 0
+    return _are_ids(value) and len(value) > 0
 
 
 def _is_bias(values: Any) -> bool:
     def is_pair(value: Any) -> bool:
-        return isinstance(value, tuple) and len(value) == 2 and _is_id(value[0]) and is_real(value[1], -100, 100)
+        return isinstance(value, tuple) and len(value) == 2 and _is_natural(value[0]) and is_real(value[1], -100, 100)
 
     return _is_tuple(values, is_pair) and len({token_id for token_id, _ in values}) == len(values)
 
@@ -396,12 +367,65 @@ class WeightPlacement:
     """The GPUs of the workers. A sender over NCCL must use others."""
 
 
-def _check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise `SamplingError` for the first rule that does not hold; a rule is (field name, whether it holds, text)."""
-    for name, holds, rule in rules:
-        if not holds:
-            raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")
+_Rule: TypeAlias = tuple[str, Any, Callable[[Any], bool], str]
+"""A field's name, its default, whether a value of it is right, and what it must be in words."""
 
 
+def _check_rules(checked: Any, rules: Sequence[_Rule]) -> None:
+    """Raise `SamplingError` for the first field that has a wrong value."""
+    # Each turn of a rollout has its own parameters, and nearly all of their values are the defaults.
+    for name, default, is_right, rule in rules:
+        value = getattr(checked, name)
+        if value is not default and not is_right(value):
+            raise SamplingError(f"{name} must be {rule}, got {value!r}")
+
+
+def _make_rules(kind: type[Any], *rules: tuple[str, Callable[[Any], bool], str]) -> tuple[_Rule, ...]:
+    defaults = {each.name: each.default for each in fields(kind)}
+    return tuple((name, defaults[name], is_right, rule) for name, is_right, rule in rules)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_penalty(value: Any) -> bool:
+    return is_real(value, -2, 2)
+
+
+_PARAMETER_RULES = _make_rules(
+    SamplingParams,
+    ("max_tokens", lambda value: is_whole(value, 1), "a whole number in [1, 2**31)"),
+    (
+        "temperature",
+        lambda value: is_real(value, 0, 0) or is_real(value, *TEMPERATURE_RANGE),
+        f"0 or a number in {list(TEMPERATURE_RANGE)}",
+    ),
+    ("top_k", _is_natural, "a whole number in [0, 2**31), where 0 is off"),
+    ("top_p", lambda value: is_real(value, 0, 1) and value != 0, "a number in (0, 1]"),
+    ("min_p", lambda value: is_real(value, 0, 1), "a number in [0, 1]"),
+    ("repetition_penalty", lambda value: is_real(value, 0.01, 100), "a number in [0.01, 100]"),
+    ("presence_penalty", _is_penalty, "a number in [-2, 2]"),
+    ("frequency_penalty", _is_penalty, "a number in [-2, 2]"),
+    ("logit_bias", _is_bias, "pairs of an id and a number in [-100, 100], no id twice"),
+    ("allowed_token_ids", _are_ids, "a tuple of ids in [0, 2**31)"),
+    ("min_tokens", _is_natural, "a whole number in [0, 2**31)"),
+    ("bad_words_ids", lambda value: _is_tuple(value, _is_word), "a tuple of non-empty tuples of ids"),
+    ("seed", lambda value: is_whole(value, 0, 2**63 - 1), "None or a whole number in [0, 2**63)"),
+    ("stop_token_ids", _are_ids, "a tuple of ids in [0, 2**31)"),
+    ("stop_strings", lambda value: _is_tuple(value, is_text), "a tuple of non-empty strings"),
+    ("structured_output", lambda value: isinstance(value, StructuredOutput), "None or a StructuredOutput"),
+    ("num_top_logprobs", _is_natural, "a whole number in [0, 2**31)"),
+    ("return_routed_experts", _is_bool, "true or false"),
+    ("return_kept_ids", _is_bool, "true or false"),
+)
+_REQUEST_RULES = _make_rules(
+    SampleRequest,
+    ("request_id", is_text, "a non-empty string"),
+    ("n", lambda value: is_whole(value, 1), "a whole number in [1, 2**31)"),
+    ("params", lambda value: isinstance(value, SamplingParams), "SamplingParams"),
+    ("adapter", is_text, "None or a non-empty string"),
+    ("session_id", is_text, "None or a non-empty string"),
+)
 _PLAIN = SamplingParams()
 """The defaults."""

@@ -152,7 +152,10 @@ class SampledSequence:
                 f"rollout_logprobs has shape {self.rollout_logprobs.shape} for {num_ids} completion_ids: "
                 "the engine must return one logprob per sampled token, stop token included"
             )
-        wrong = np.flatnonzero(~np.isfinite(self.rollout_logprobs) & self.sampled_mask)
+        is_finite = np.isfinite(self.rollout_logprobs)
+        if self.num_given == 0 and is_finite.all():  # so it is in all that engines return
+            return
+        wrong = np.flatnonzero(~is_finite & self.sampled_mask)
         if len(wrong):
             raise InvariantError(f"rollout_logprobs[{wrong[0]}] is {self.rollout_logprobs[wrong[0]]}, must be finite")
         wrong = np.flatnonzero(~np.isnan(self.rollout_logprobs) & ~self.sampled_mask)
