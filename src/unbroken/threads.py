@@ -52,8 +52,35 @@ def keep_loop_responsive() -> Iterator[None]:
 class _Call(Generic[T]):
     function: Callable[[], T]
     context: contextvars.Context
-    loop: asyncio.AbstractEventLoop
     finished: asyncio.Future[tuple[T | None, BaseException | None]]
+    inbox: _Inbox
+
+
+class _Inbox:
+    """Outcomes for an event loop, which is woken once for all that come before it looks.
+
+    A wake-up is a call of the system, and takes longer than many of the functions.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._outcomes: deque[tuple[asyncio.Future[Any], Any]] = deque()
+        self._is_woken = False
+
+    def put(self, finished: asyncio.Future[Any], outcome: Any) -> None:
+        """Resolve a future of the loop; called in a thread."""
+        self._outcomes.append((finished, outcome))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                self.loop.call_soon_threadsafe(self._resolve)
+
+    def _resolve(self) -> None:
+        self._is_woken = False  # first: what comes from here on wakes the loop again
+        while self._outcomes:
+            finished, outcome = self._outcomes.popleft()
+            if not finished.done():
+                finished.set_result(outcome)
 
 
 class DaemonThreads:
@@ -71,6 +98,8 @@ class DaemonThreads:
         self._max_threads = max_threads
         self._num_threads = 0
         self._calls: deque[_Call[Any]] = deque()
+        self._inbox: _Inbox | None = None
+        """Of the loop that called last."""
         self._mutex = threading.Lock()
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -81,7 +110,10 @@ class DaemonThreads:
         the interpreter.
         """
         loop = asyncio.get_running_loop()
-        call = _Call(function=function, context=contextvars.copy_context(), loop=loop, finished=loop.create_future())
+        if (inbox := self._inbox) is None or inbox.loop is not loop:
+            inbox = self._inbox = _Inbox(loop)
+        finished = loop.create_future()
+        call = _Call(function=function, context=contextvars.copy_context(), finished=finished, inbox=inbox)
         with self._mutex:
             self._calls.append(call)
             needs_thread = self._num_threads < self._max_threads
@@ -89,7 +121,7 @@ class DaemonThreads:
         if needs_thread:
             # `start` waits until the new thread had its turn, 5 ms if another one is busy: not in the loop's thread.
             _thread.start_new_thread(threading.Thread(target=self._work, daemon=True).start, ())
-        result, error = await call.finished
+        result, error = await finished
         if error is not None:
             raise error
         return result  # type: ignore[return-value]  # without an error there is a result
@@ -98,9 +130,8 @@ class DaemonThreads:
         while (call := self._take_call()) is not None:
             if not call.finished.cancelled():
                 outcome = call.context.run(_call_and_catch, call.function)
-                # The loop may be closed by now.
-                with contextlib.suppress(RuntimeError):
-                    call.loop.call_soon_threadsafe(_resolve, call.finished, outcome)
+                call.inbox.put(call.finished, outcome)
+                del outcome
             del call  # an idle thread keeps no result alive
 
     def _take_call(self) -> _Call[Any] | None:
@@ -117,11 +148,6 @@ def _call_and_catch(function: Callable[[], T]) -> tuple[T | None, BaseException 
         return function(), None
     except BaseException as error:  # raised in the caller, SystemExit included
         return None, error
-
-
-def _resolve(finished: asyncio.Future[Any], outcome: Any) -> None:
-    if not finished.done():
-        finished.set_result(outcome)
 
 
 class RendererLock:
