@@ -47,6 +47,8 @@ class BranchIndex:
 
     def find_longest_prefix(self, prompt_ids: TokenIds, images: Sequence[ImageSpan]) -> tuple[Position | None, int]:
         """Find the longest recorded prefix of a prompt: the position after it, and its number of ids."""
+        if not self._nodes:
+            return None, 0
         prompt = _Prompt(prompt_ids, images)
         best: tuple[int, int, Position | None] = (0, 0, None)
         waiting = [(number, 0) for number in self._differing.get((None, prompt.get_start(0)), ())]

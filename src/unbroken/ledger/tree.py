@@ -147,7 +147,7 @@ class TokenTree:
                 parent=parent,
                 origin=origin,
                 token_ids=given,
-                rollout_logprobs=freeze(np.full(num_ids, np.nan, dtype=np.float32)),
+                rollout_logprobs=_own(np.full(num_ids, np.nan, dtype=np.float32)),
                 policy_versions=_fill(num_ids, NO_VERSION),
                 message_indices=freeze(indices),
                 images=tuple(images),
@@ -179,7 +179,7 @@ class TokenTree:
                 origin=Origin.SAMPLED,
                 token_ids=sequence.completion_ids,
                 rollout_logprobs=sequence.rollout_logprobs,
-                policy_versions=freeze(sequence.policy_versions),
+                policy_versions=_own(sequence.policy_versions),
                 message_indices=_fill(len(sequence.completion_ids), TEMPLATE),
                 temperature=sequence.temperature,
                 routed_experts=experts,
@@ -361,13 +361,16 @@ def _find_versions(versions: NDArray[np.int32]) -> set[int]:
 
 
 def _fill(num_ids: int, value: int) -> NDArray[np.int32]:
-    array: NDArray[np.int32] = freeze(np.full(num_ids, value, dtype=np.int32))
+    array: NDArray[np.int32] = _own(np.full(num_ids, value, dtype=np.int32))
     return array
 
 
 def _concatenate(parts: Sequence[NDArray[Any]]) -> Any:
-    """Concatenate to a read-only array, without the copy that `freeze` would make."""
-    array = np.concatenate(parts)
+    return _own(np.concatenate(parts))
+
+
+def _own(array: NDArray[Any]) -> Any:
+    """Make an array read-only that was just made, without the copy that `freeze` would make."""
     array.flags.writeable = False
     return array
 

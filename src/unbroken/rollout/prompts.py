@@ -17,7 +17,7 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import TEMPLATE, Bridge, BridgeOutcome, Closing, Refusal, RefusalReason, Renderer
 from unbroken.rollout.trajectory import Turn
-from unbroken.types import ImageSpan, TokenIds, token_ids
+from unbroken.types import ImageSpan, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +135,17 @@ class PromptBuilder:
         kind: BridgeKind | None = None,
         closing: Closing = Closing.NONE,
     ) -> Prompt:
-        recorded = token_ids([]) if parent is None else self._tree.token_ids(parent)
-        images = () if parent is None else self._tree.images(parent)
+        ids, images = given.token_ids, given.images
+        if parent is not None:
+            recorded = self._tree.token_ids(parent)
+            ids = np.concatenate([recorded, ids])
+            shifted = (replace(image, offset=image.offset + len(recorded)) for image in images)
+            images = (*self._tree.images(parent), *shifted)
         prompt = Prompt(
             parent=parent,
             given=given,
-            token_ids=np.concatenate([recorded, given.token_ids]),
-            images=(*images, *(replace(image, offset=image.offset + len(recorded)) for image in given.images)),
+            token_ids=ids,
+            images=images,
             bridge=bridge,
             fork=fork,
             continued=kind,

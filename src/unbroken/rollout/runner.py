@@ -129,10 +129,7 @@ async def run_group(
     name, bound = group_id or uuid.uuid4().hex, _make_bound(limits, renderer, sampling)
     table = _Table.of(policies, engine, sampling.seed)
     first = _Policy.of(engine, renderer, sampling, name, bound, table)
-    siblings_of = [
-        replace(first, sampling=replace(sampling, seed=derive_seed(sampling.seed, k)), trajectory_id=f"{name}/{k}")
-        for k in range(n)
-    ]
+    siblings_of = [replace(first, seed=derive_seed(sampling.seed, k), trajectory_id=f"{name}/{k}") for k in range(n)]
     try:
         async with asyncio.TaskGroup() as tasks:
             siblings = [tasks.create_task(_run_episode(make_env, each, limits, check_tools)) for each in siblings_of]
@@ -420,6 +417,8 @@ class _Policy:
     engine: Engine
     renderer: Renderer
     sampling: SamplingParams
+    """With all ids that end a turn, and the seed of a whole group."""
+    seed: int | None
     trajectory_id: str
     bound: ThinkingBound | None
     table: _Table | None
@@ -427,8 +426,6 @@ class _Policy:
     """The renderer's own; None for a new one for each call."""
     loads_images: Callable[[Sequence[Message]], list[Message]] | None
     """How the renderer loads images, if it does."""
-    stop_token_ids: tuple[int, ...]
-    """The ids that end a turn."""
 
     @staticmethod
     def of(
@@ -447,13 +444,13 @@ class _Policy:
         return _Policy(
             engine=engine,
             renderer=renderer,
-            sampling=sampling,
+            sampling=replace(sampling, stop_token_ids=tuple(dict.fromkeys(stops))),
+            seed=sampling.seed,
             trajectory_id=trajectory_id,
             bound=bound,
             table=table,
             threads=renderer.renderer_threads if isinstance(renderer, ThreadedRenderer) else None,
             loads_images=renderer.load_images if isinstance(renderer, LoadsImages) else None,
-            stop_token_ids=tuple(dict.fromkeys(stops)),
         )
 
     def get_request_id(self, turn: int) -> str:
@@ -478,12 +475,7 @@ class _Policy:
         request = SampleRequest(
             request_id=self.get_request_id(turn),
             prompt_ids=prompt.token_ids,
-            params=replace(
-                self.sampling,
-                max_tokens=budget.max_tokens,
-                stop_token_ids=self.stop_token_ids,
-                seed=derive_seed(self.sampling.seed, turn),
-            ),
+            params=replace(self.sampling, max_tokens=budget.max_tokens, seed=derive_seed(self.seed, turn)),
             images=prompt.images,
             adapter=adapter,
         )
@@ -805,6 +797,8 @@ async def _run_in_renderer_thread(threads: DaemonThreads | None, function: Calla
 
 
 def _copy_parse(parsed: ParsedResponse) -> ParsedResponse:
+    if not parsed.tool_calls:  # nothing else of it can be changed
+        return parsed
     calls = tuple(replace(call, arguments=copy_containers(call.arguments)) for call in parsed.tool_calls)
     return replace(parsed, tool_calls=calls)
 
