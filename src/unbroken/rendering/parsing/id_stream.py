@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from unbroken.rendering.base import PartKind, ResponsePart
 from unbroken.rendering.encoding.tokenizer import AddedTokens
 
@@ -63,15 +65,20 @@ class IdStream:
 
     def feed(self, token_ids: Iterable[int]) -> Iterator[TextPiece]:
         """Take more ids and return the pieces that are certain now. Many ids at once cost less than one by one."""
-        for token_id in map(int, token_ids):
+        by_id, control_ids = self._delimiters.by_id, self._delimiters.control_ids
+        for token_id in token_ids.tolist() if isinstance(token_ids, np.ndarray) else map(int, token_ids):
             if token_id in self._stops:
                 self._held_stops.append(token_id)
                 if len(self._held_stops) > self._num_stop_ids:
                     yield from self._read(self._held_stops.popleft())
-            else:
-                while self._held_stops:
-                    yield from self._read(self._held_stops.popleft())
+                continue
+            while self._held_stops:
+                yield from self._read(self._held_stops.popleft())
+            text = None if token_id in by_id or token_id in control_ids else self._decoder.find_whole(token_id)
+            if text is None:
                 yield from self._read(token_id)
+            else:  # nearly all ids
+                self._add_text(text)
         yield from self._scan()
 
     def close(self) -> Iterator[TextPiece]:
@@ -99,9 +106,12 @@ class IdStream:
 
     def _add_texts(self, texts: Iterable[str]) -> None:
         for text in texts:
-            self.parts.add_id(self.length)
-            self.length += len(text)
-            self._unscanned.append(text)
+            self._add_text(text)
+
+    def _add_text(self, text: str) -> None:
+        self.parts.add_id(self.length)
+        self.length += len(text)
+        self._unscanned.append(text)
 
     def _scan(self) -> Iterable[TextPiece]:
         if not self._unscanned:
@@ -251,6 +261,11 @@ class _IdTexts:
         texts = self._known[token_id]
         return None if texts is None else texts[not is_first]
 
+    def find_known(self, token_id: int) -> str | None:
+        """The text of an id after another one; None if `get` did not find it before, or it has part of a character."""
+        texts = self._known.get(token_id)
+        return None if texts is None else texts[1]
+
     def _find(self, token_id: int) -> tuple[str, str] | None:
         """The text as the first id of a text, and after another id."""
         alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
@@ -266,6 +281,12 @@ class _IncrementalDecoder:
         self._texts = texts
         self._is_first = True
         self._run: list[int] = []
+
+    def find_whole(self, token_id: int) -> str | None:
+        """The text of an id that has whole characters, behind others that have; None if `feed` must find it out."""
+        if self._is_first or self._run:
+            return None
+        return self._texts.find_known(token_id)
 
     def feed(self, token_id: int) -> list[str]:
         """The texts of the ids that are certain now, in order; a character is with the last of its ids."""
