@@ -399,7 +399,7 @@ class SampleResult:
                 f"the engine reports the images {[name[:12] for name in self.image_sha256s]}, but it was sent "
                 f"{[name[:12] for name in asked]} (request {request.request_id})"
             )
-        if not np.array_equal(self.prompt_ids, request.prompt_ids):
+        if self.prompt_ids is not request.prompt_ids and not np.array_equal(self.prompt_ids, request.prompt_ids):
             where = count_common_prefix(self.prompt_ids, request.prompt_ids)
             raise EchoError(
                 f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the "

@@ -26,6 +26,7 @@ from unbroken.types import (
     SampleResult,
     SamplingParams,
     ScoredSequence,
+    TokenIds,
     TopLogprobs,
     VersionSpan,
     routed_experts,
@@ -129,7 +130,7 @@ def convert_result(
     if len(done) < request.n:
         done = dict.fromkeys(range(request.n), SampledSequence.aborted(request.params)) | done
     return SampleResult(
-        prompt_ids=token_ids(output.prompt_token_ids),
+        prompt_ids=_read_prompt(output, request),
         sequences=tuple(done[index] for index in range(request.n)),
         image_sha256s=request.image_sha256s,
     )
@@ -137,8 +138,15 @@ def convert_result(
 
 def check_prompt(output: RequestOutput, request: SampleRequest) -> None:
     """Raise `EchoError` unless the prompt of an output is that of `request` (I3)."""
-    prompt_ids = token_ids(output.prompt_token_ids)
+    prompt_ids = _read_prompt(output, request)
     SampleResult(prompt_ids=prompt_ids, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
+
+
+def _read_prompt(output: RequestOutput, request: SampleRequest) -> TokenIds:
+    """The prompt that vLLM reports. That of the request, if they are equal, need not be made and checked again."""
+    if output.prompt_token_ids == request.prompt_ids.tolist():
+        return request.prompt_ids
+    return token_ids(output.prompt_token_ids)
 
 
 def convert_chunk(
@@ -252,7 +260,9 @@ def _read_logprobs(flat: Any, number: int, *, skip: int = 0) -> tuple[Logprobs, 
     """Read flat logprobs from position `skip` on: of the id itself, and of the `number` most likely ids."""
     if flat is None or len(flat) <= skip:
         return _NO_LOGPROBS, TopLogprobs.empty(number)
-    sampled = np.asarray(flat.logprobs, dtype=np.float32)[np.asarray(flat.start_indices)[skip:]]
+    sampled = np.asarray(flat.logprobs, dtype=np.float32)
+    if len(flat.logprobs) != len(flat) or skip:  # at each position others stand behind it
+        sampled = sampled[np.asarray(flat.start_indices)[skip:]]
     if not number:
         return sampled, None
     tops = _read_tops(flat, skip=skip)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.base import AdapterRoom
@@ -204,13 +204,11 @@ class VllmEngine(ControlledEngine):
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Sample `request.n` completions."""
-        last: RequestOutput | None = None
-        with self._choose_adapter(request) as adapter:
-            async with aclosing(self._answer(request, RequestOutputKind.FINAL_ONLY, adapter)) as outputs:
-                async for output in outputs:
-                    last = output
+        with self._choose_adapter(request) as adapter, self._ranks.choose(request.session_id) as rank:
+            params = self._make_params(request, RequestOutputKind.FINAL_ONLY)
+            output = await self._requests.run_whole(request, params, adapter.lora, rank=rank)
         async with self._converting:
-            return conversion.convert_result(last, request, adapter.policy_version, vocab_size=self._num_logits)
+            return conversion.convert_result(output, request, adapter.policy_version, vocab_size=self._num_logits)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """Yield the completions in chunks as they are sampled; the chunks of the n completions are interleaved.
@@ -218,8 +216,10 @@ class VllmEngine(ControlledEngine):
         A chunk holds the ids of one or more steps.
         """
         ended: set[int] = set()
-        with self._choose_adapter(request) as adapter:
-            async with aclosing(self._answer(request, RequestOutputKind.DELTA, adapter)) as outputs:
+        with self._choose_adapter(request) as adapter, self._ranks.choose(request.session_id) as rank:
+            params = self._make_params(request, RequestOutputKind.DELTA)
+            answer = self._requests.run(request, params, adapter.lora, rank=rank)
+            async with aclosing(answer) as outputs:
                 async for output in outputs:
                     conversion.check_prompt(output, request)
                     for completion in output.outputs:
@@ -253,13 +253,10 @@ class VllmEngine(ControlledEngine):
         if len(token_ids) == 1:
             return conversion.make_empty_scores(num_top_logprobs)
         params = conversion.make_scoring_params(temperature=temperature, num_top_logprobs=num_top_logprobs)
-        last: RequestOutput | None = None
         request = SampleRequest(request_id=f"score-{uuid.uuid4().hex}", prompt_ids=token_ids, images=tuple(images))
         with self._policy.use() as policy:
-            async with aclosing(self._requests.run(request, params, policy and policy.find(None))) as outputs:
-                async for output in outputs:
-                    last = output
-        return conversion.convert_scores(last, len(token_ids), num_top_logprobs)
+            output = await self._requests.run_whole(request, params, policy and policy.find(None))
+        return conversion.convert_scores(output, len(token_ids), num_top_logprobs)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its call returns what was sampled so far, with ABORT."""
@@ -281,15 +278,9 @@ class VllmEngine(ControlledEngine):
                 else _Adapter(lora=version.find(name), policy_version=version.policy_version)
             )
 
-    async def _answer(
-        self, request: SampleRequest, kind: RequestOutputKind, adapter: _Adapter
-    ) -> AsyncGenerator[RequestOutput]:
+    def _make_params(self, request: SampleRequest, kind: RequestOutputKind) -> VllmSamplingParams:
         num_logprobs = conversion.count_logprobs(request.params, maximum=self._max_kept)
-        params = conversion.make_sampling_params(request, kind, num_logprobs=num_logprobs)
-        with self._ranks.choose(request.session_id) as rank:
-            async with aclosing(self._requests.run(request, params, adapter.lora, rank=rank)) as outputs:
-                async for output in outputs:
-                    yield output
+        return conversion.make_sampling_params(request, kind, num_logprobs=num_logprobs)
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self._vocab_size, context_length=self._context_length)

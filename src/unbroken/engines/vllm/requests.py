@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import aclosing
 
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from unbroken.engines.vllm.calls import translate_errors
 from unbroken.engines.vllm.prompts import PromptMaker
@@ -66,6 +68,27 @@ class Requests:
             self._aborted.discard(request.request_id)
             self._in_flight.discard(request.request_id)
 
+    async def run_whole(
+        self,
+        request: SampleRequest,
+        params: VllmSamplingParams,
+        adapter: LoRARequest | None = None,
+        *,
+        rank: int | None = None,
+    ) -> RequestOutput | None:
+        """Wait for the only output of a request with `FINAL_ONLY`; None, errors and `rank` as in `run`."""
+        self._in_flight.add(request.request_id)
+        try:
+            for num_more in reversed(range(_MAX_TRIES)):
+                output = await self._try_whole(request, params, adapter, rank)
+                is_sent_again = bool(request.images) and num_more > 0 and output is not None
+                if not (is_sent_again and _has_lost_images(output)):
+                    break
+            return output
+        finally:
+            self._aborted.discard(request.request_id)
+            self._in_flight.discard(request.request_id)
+
     async def end(self, request_id: str) -> None:
         """End a request; unknown ids are ignored."""
         if request_id in self._in_flight:
@@ -101,6 +124,31 @@ class Requests:
                 async for output in outputs:
                     self._check()
                     yield output
+
+    async def _try_whole(
+        self, request: SampleRequest, params: VllmSamplingParams, adapter: LoRARequest | None, rank: int | None
+    ) -> RequestOutput | None:
+        # As `AsyncLLM.generate` does it, whose generator, one in each of our layers and the switches between them took
+        # as long as vLLM's checks of a request.
+        prompt, queue = await self._prompts.make_input(request), None
+        if request.request_id in self._aborted:
+            return None
+        with translate_errors(self._llm):
+            try:
+                queue = await self._llm.add_request(
+                    request.request_id, prompt, params, lora_request=adapter, data_parallel_rank=rank
+                )
+                output: RequestOutput = await queue.get()
+            except (EngineDeadError, VLLMClientError):
+                raise
+            except BaseException as error:
+                if queue is not None:
+                    await self._llm.abort(queue.request_id, internal=True)
+                if isinstance(error, Exception):
+                    raise EngineGenerateError from error
+                raise
+        self._check()
+        return output
 
 
 def _has_lost_images(output: RequestOutput) -> bool:
