@@ -194,12 +194,13 @@ class TokenTree:
         """Get the path from the start of the sequence to `position`."""
         steps = self._steps(position)
         parts = [(self._nodes[step.node], step.offset) for step in steps]
-        segments = self._segments(position)
+        segments = self._make_segments(steps)
+        policy_versions = _concatenate([node.policy_versions[:size] for node, size in parts])
         return Path(
             token_ids=self.token_ids(position),
-            sampled_mask=_concatenate([node.sampled_mask[:size] for node, size in parts]),
+            sampled_mask=_own(policy_versions != NO_VERSION),
             rollout_logprobs=_concatenate([node.rollout_logprobs[:size] for node, size in parts]),
-            policy_versions=_concatenate([node.policy_versions[:size] for node, size in parts]),
+            policy_versions=policy_versions,
             message_indices=_concatenate([node.message_indices[:size] for node, size in parts]),
             segments=segments,
             images=self.images(position),
@@ -237,7 +238,7 @@ class TokenTree:
             return ()
         return tuple(
             replace(image, offset=image.offset + segment.start)
-            for segment in self._segments(position)
+            for segment in self._make_segments(self._steps(position))
             for image in self._nodes[segment.node].images
             if image.offset < segment.stop - segment.start
         )
@@ -333,8 +334,7 @@ class TokenTree:
                     f"{image.offset + image.length}) of node {parent.node}: an image must not be divided"
                 )
 
-    def _segments(self, position: Position) -> tuple[Segment, ...]:
-        steps = self._steps(position)
+    def _make_segments(self, steps: Sequence[Position]) -> tuple[Segment, ...]:
         stops = accumulate(step.offset for step in steps)
         return tuple(
             Segment(node=step.node, origin=self._nodes[step.node].origin, start=stop - step.offset, stop=stop)
@@ -441,14 +441,15 @@ def _add_advantages(path: Path, row: TrainingSample, by_node: _Advantages) -> Tr
 
 def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, TrainingSample]]:
     """The path of each row, and the row with the advantage 0."""
-    num_trained = [0] * len(tree.nodes)
+    nodes = tree.nodes
+    num_trained = [0] * len(nodes)
     for leaf in tree.leaves():
         path = tree.path(leaf)
         untrained = _mask_untrained(path, num_trained)
         for temperature in path.temperatures:
             loss_mask = untrained.copy()
             for segment in path.segments:
-                if tree.nodes[segment.node].temperature != temperature:
+                if nodes[segment.node].temperature != temperature:
                     loss_mask[segment.start : segment.stop] = False
             if loss_mask.any():
                 yield path, _build_row(path, loss_mask, temperature, policy=_find_policy(tree, path))
@@ -474,14 +475,14 @@ def _find_policy(tree: TokenTree, path: Path) -> str | None:
 
 
 def _build_row(path: Path, loss_mask: BoolMask, temperature: float, *, policy: str | None) -> TrainingSample:
-    end = int(np.flatnonzero(loss_mask)[-1]) + 1
+    end = int(loss_mask.nonzero()[0][-1]) + 1
     return TrainingSample(
         token_ids=path.token_ids[:end],
         sampled_mask=path.sampled_mask[:end],
-        loss_mask=loss_mask[:end],
+        loss_mask=_own(loss_mask)[:end],
         rollout_logprobs=path.rollout_logprobs[:end],
         policy_versions=path.policy_versions[:end],
-        advantages=np.zeros(end, dtype=np.float32),
+        advantages=_own(np.zeros(end, dtype=np.float32)),
         temperature=temperature,
         images=tuple(image for image in path.images if image.offset < end),
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 from unbroken.errors import SamplingError
@@ -201,7 +202,7 @@ class SamplingParams:
     @property
     def controls(self) -> LogitControls | None:
         """What changes the logits; None if nothing does."""
-        if not self._differs(_RESHAPING):
+        if _get_reshaping(self) == _get_reshaping(_PLAIN):
             return None
         stops = sorted(set(self.stop_token_ids)) if self.min_tokens else ()
         controls = LogitControls(
@@ -218,14 +219,14 @@ class SamplingParams:
         A structured output may have a million characters, and is only said to be one.
         """
         names = ("temperature", *_TRUNCATING)
-        found = {name: getattr(self, name) for name in names if self._differs((name,))}
+        found = {name: value for name in names if (value := getattr(self, name)) != getattr(_PLAIN, name)}
         found = {name: True if name == "structured_output" else value for name, value in found.items()}
         return found if self.controls is None else found | self.controls.to_json()
 
     @property
     def truncates(self) -> bool:
         """Whether ids are cut from the distribution by their probability or a format; never of greedy sampling."""
-        return self.temperature > 0 and self._differs(_TRUNCATING)
+        return self.temperature > 0 and _get_truncating(self) != _get_truncating(_PLAIN)
 
     @property
     def is_plain(self) -> bool:
@@ -241,10 +242,6 @@ class SamplingParams:
             if name in _TRUNCATING
         )
 
-    def _differs(self, names: Sequence[str]) -> bool:
-        """Whether one of these has another value than by default. Each turn of a rollout asks ten times."""
-        return any(getattr(self, name) != getattr(_PLAIN, name) for name in names)
-
 
 _TRUNCATING = ("top_k", "top_p", "min_p", "structured_output")
 """Parameters that cut ids from the distribution."""
@@ -253,6 +250,8 @@ _RESHAPING = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 """Parameters that change logits (`LogitControls`)."""
+_get_truncating, _get_reshaping = attrgetter(*_TRUNCATING), attrgetter(*_RESHAPING)
+"""Their values as a tuple, which is compared with that of the defaults: each turn of a rollout asks ten times."""
 
 
 def check_reproducible(params: SamplingParams, *, whose: str) -> None:
