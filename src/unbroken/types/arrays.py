@@ -20,6 +20,8 @@ BoolMask: TypeAlias = NDArray[np.bool_]
 
 
 _LARGEST_ID = 2**31 - 1
+_NO_IDS: TokenIds = np.zeros(0, dtype=np.int32)
+_NO_IDS.flags.writeable = False
 MAX_DEPTH = 128
 """Most levels of JSON from outside. Python's limit is about 1,000 calls, and a schema of 1,000 levels takes minutes."""
 
@@ -33,13 +35,13 @@ def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") 
             f"{name} must be a list of whole numbers, got {reprlib.repr(values)}: {error}"
         ) from None
     if array.size == 0:
-        array = np.zeros(0, dtype=np.int32)
+        return _NO_IDS
     if array.ndim != 1:
         raise InvalidInputError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise InvalidInputError(f"{name} must be whole numbers, got dtype {array.dtype}")
     is_int32 = array.dtype == np.int32
-    if array.size and (np.minimum.reduce(array) < 0 or (not is_int32 and array.max() > _LARGEST_ID)):
+    if np.minimum.reduce(array) < 0 or (not is_int32 and array.max() > _LARGEST_ID):
         raise InvalidInputError(f"{name} must lie in [0, 2**31), got {array.min()} to {array.max()}")
     if is_int32:
         ids: TokenIds = freeze(array)

@@ -455,6 +455,14 @@ class TrainingSample:
                 raise InvariantError(
                     f"{name} has shape {getattr(self, name).shape} for {len(self.token_ids)} token_ids: they must agree"
                 )
+        self._check_masks()
+        _check_kept(self.kept_ids, self.token_ids, of="token_ids")
+        if self.kept_ids is not None and self.kept_ids.sizes[~self.sampled_mask].any():
+            raise InvariantError("only sampled ids have kept_ids, and a given one has some")
+        self._check_controls()
+        self._check_images()
+
+    def _check_masks(self) -> None:
         checks = (
             (np.isfinite(self.rollout_logprobs) == self.sampled_mask, "exactly the sampled ids have a finite logprob"),
             ((self.policy_versions != NO_VERSION) == self.sampled_mask, "exactly the sampled ids have a version"),
@@ -466,11 +474,6 @@ class TrainingSample:
             holds, rule = next((holds, rule) for holds, rule in checks if not holds.all())
             where = int(np.flatnonzero(~holds)[0])
             raise InvariantError(f"{rule}: broken at position {where} of {len(self.token_ids)}")
-        _check_kept(self.kept_ids, self.token_ids, of="token_ids")
-        if self.kept_ids is not None and self.kept_ids.sizes[~self.sampled_mask].any():
-            raise InvariantError("only sampled ids have kept_ids, and a given one has some")
-        self._check_controls()
-        self._check_images()
 
     def _check_controls(self) -> None:
         end = 0

@@ -7,7 +7,9 @@ The logprobs of a step leave the engine's process as three arrays, not as three 
 
 vLLM encodes and decodes each array in Python. With 256 sequences that took 3 ms of a step in either process, which is
 half of a step of a small model on a GPU, and 0.4 ms more to cut them. So its scheduler deals out places in the arrays
-of the step, which are then taken from them all at once (0.16 ms). Not needed once
+of the step, which are then taken from them all at once (0.16 ms). Where they are of sampled ids alone, this process
+makes lists of the step's arrays, and a sequence takes its numbers from them (`_StepPlaces`): vLLM makes three lists and
+an iterator of each id's. Not needed once
 `test_vllm_still_sends_the_logprobs_of_each_sequence_by_themselves` fails.
 
 A sequence that gets one id more, within the block of KV that it has, gets no slots (`find_slots_fast`): 4 of the 9
@@ -17,9 +19,10 @@ microseconds of each sequence in `Scheduler.schedule`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.logprobs import FlatLogprobs
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -27,6 +30,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 SCHEDULER = f"{__name__}.make_scheduler"
@@ -41,14 +45,61 @@ def make_scheduler(*, vllm_config: Any, **options: Any) -> Any:
 
 def split_steps(llm: AsyncLLM) -> None:
     """Give each sequence its logprobs back, in the outputs that this process receives."""
-    receive = llm.engine_core.get_output_async
+    receive, add = llm.engine_core.get_output_async, llm.output_processor.add_request
 
     async def receive_and_split() -> EngineCoreOutputs:
         outputs = await receive()
         split_logprobs(outputs)
         return outputs
 
+    def add_request(request: Any, *arguments: Any, **options: Any) -> None:
+        add(request, *arguments, **options)
+        state = llm.output_processor.request_states[request.request_id]
+        if type(state.logprobs_processor) is LogprobsProcessor:
+            state.logprobs_processor.__class__ = _SequenceLogprobs
+
     llm.engine_core.get_output_async = receive_and_split
+    llm.output_processor.add_request = add_request
+
+
+class _StepPlaces(NamedTuple):
+    """The logprobs of one sequence in a step that gives nothing but those of the sampled ids: from `start` to `stop`
+    in the step's lists.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+    start: int
+    stop: int
+
+    def to_lists(self) -> LogprobsLists:
+        """The logprobs as vLLM has them."""
+        part = slice(self.start, self.stop)
+        ids, logprobs = np.array(self.token_ids[part], np.int32), np.array(self.logprobs[part], np.float32)
+        return LogprobsLists(ids[:, None], logprobs[:, None], np.array(self.ranks[part], np.int32))
+
+
+class _SequenceLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM may not be installed where types are checked
+    """VLLM's own lists of a sequence's logprobs, filled from `_StepPlaces`."""
+
+    def _update_sample_logprobs(self, logprobs: LogprobsLists | _StepPlaces) -> None:
+        flat = self.logprobs
+        if not isinstance(logprobs, _StepPlaces):
+            super()._update_sample_logprobs(logprobs)
+            return
+        if type(flat) is not FlatLogprobs or self.tokenizer is not None:
+            super()._update_sample_logprobs(logprobs.to_lists())
+            return
+        for place in range(logprobs.start, logprobs.stop):
+            number, logprob = len(flat.logprobs), logprobs.logprobs[place]
+            self.cumulative_logprob += logprob
+            flat.start_indices.append(number)
+            flat.token_ids.append(logprobs.token_ids[place])
+            flat.logprobs.append(logprob)
+            flat.ranks.append(logprobs.ranks[place])
+            flat.decoded_tokens.append(None)
+            flat.end_indices.append(number + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +137,13 @@ def split_logprobs(outputs: EngineCoreOutputs) -> None:
     if joined is None or joined.cu_num_generated_tokens is None:
         return
     ids, logprobs, ranks, starts = joined
-    for output, start, stop in zip(outputs.outputs, starts[:-1], starts[1:], strict=True):
+    parts = zip(outputs.outputs, starts[:-1], starts[1:], strict=True)
+    if ids.shape[1] == 1:
+        of_step = ids[:, 0].tolist(), logprobs[:, 0].tolist(), ranks.tolist()
+        for output, start, stop in parts:
+            output.new_logprobs = _StepPlaces(*of_step, start, stop) if stop > start else None
+        return
+    for output, start, stop in parts:
         has_any = stop > start
         output.new_logprobs = (
             LogprobsLists(ids[start:stop], logprobs[start:stop], ranks[start:stop]) if has_any else None

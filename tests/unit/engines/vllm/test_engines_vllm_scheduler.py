@@ -15,7 +15,8 @@ def assert_equal(found: EngineCoreOutputs, expected: EngineCoreOutputs) -> None:
     for own, other in zip(found.outputs, expected.outputs, strict=True):
         assert (own.request_id, own.new_token_ids) == (other.request_id, other.new_token_ids)
         assert (own.new_logprobs is None) == (other.new_logprobs is None)
-        for array, given in zip((own.new_logprobs or ())[:3], (other.new_logprobs or ())[:3], strict=True):
+        lists = own.new_logprobs.to_lists() if hasattr(own.new_logprobs, "to_lists") else own.new_logprobs
+        for array, given in zip((lists or ())[:3], (other.new_logprobs or ())[:3], strict=True):
             assert array.dtype == given.dtype
             np.testing.assert_array_equal(array, given)
 
@@ -34,6 +35,66 @@ def test_each_sequence_gets_its_logprobs_back(numbers, width):
     received = send(outputs)
     split_logprobs(received)
     assert_equal(received, expected)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("is_flat", [True, False])
+async def test_an_answer_has_the_logprobs_that_it_has_without_our_changes(width, is_flat):
+    from types import SimpleNamespace
+
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+    from support.vllm_steps import deal_out, make_logprobs, make_step, send
+    from unbroken.engines.vllm.scheduler import StepLogprobs, split_steps
+
+    steps = [[1, 1, 2], [1, 2, 1], [3, 1, 1]]
+
+    def open_llm(receive):
+        return SimpleNamespace(
+            output_processor=OutputProcessor(None, log_stats=False),
+            engine_core=SimpleNamespace(get_output_async=receive),
+        )
+
+    def make_joined(numbers):
+        of_step = StepLogprobs(make_logprobs(numbers, width=width))
+        outputs = deal_out(of_step, numbers)
+        of_step.join(outputs)
+        return send(outputs)
+
+    async def answer(make, change):
+        waiting = list(map(make, steps))
+        for output in waiting[-1].outputs:
+            output.finish_reason = FinishReason.LENGTH
+
+        async def receive():
+            return waiting.pop(0)
+
+        llm = open_llm(receive)
+        change(llm)
+        queues = []
+        for number in range(3):
+            params = SamplingParams(
+                logprobs=width - 1, flat_logprobs=is_flat, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            request = EngineCoreRequest(
+                request_id=str(number), external_req_id=str(number), prompt_token_ids=[1], mm_features=None,
+                sampling_params=params, pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None,
+                data_parallel_rank=None,
+            )  # fmt: skip
+            queues.append(RequestOutputCollector(params.output_kind, request.request_id))
+            llm.output_processor.add_request(request, None, None, 0, queues[-1])
+        for _ in steps:
+            outputs = await llm.engine_core.get_output_async()
+            llm.output_processor.process_outputs(outputs.outputs)
+        return [(await queue.get()).outputs[0] for queue in queues]
+
+    theirs = await answer(lambda numbers: make_step(numbers, width=width), lambda llm: None)
+    ours = await answer(make_joined, split_steps)
+    assert [len(each.logprobs) for each in theirs] == [5, 4, 4]
+    assert [each.logprobs for each in ours] == [each.logprobs for each in theirs]
+    assert [each.cumulative_logprob for each in ours] == [each.cumulative_logprob for each in theirs]
 
 
 def test_what_was_not_joined_is_left_as_it_is():
