@@ -296,12 +296,15 @@ class Trainer:
             self._check_same_bits(samples, of_loss)
         return self._check_one_policy(samples, of_loss, max_k3)
 
-    def find_left_out(self, rows: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> list[LeftOut] | None:
-        """What the loss clips and corrects in all rows of one trajectory in a step's first update, given the current
-        `logprobs` of the rows; None if the objective does not say so of single tokens.
+    def find_left_out(
+        self, units: Sequence[Sequence[TrainingSample]], logprobs: Sequence[Logprobs]
+    ) -> list[LeftOut] | None:
+        """What the loss clips and corrects in the rows of trajectories, all rows of each, in a step's first update,
+        given the current `logprobs` of the rows; None if the objective does not say so of single tokens.
         """
-        old = logprobs if self._recomputes else [row.rollout_logprobs for row in rows]
-        scored = [ScoredRow(sample=row, old_logprobs=of_row) for row, of_row in zip(rows, old, strict=True)]
+        sampled = (row.rollout_logprobs for of_unit in units for row in of_unit)
+        old = iter(logprobs if self._recomputes else sampled)
+        scored = [[ScoredRow(sample=row, old_logprobs=next(old)) for row in of_unit] for of_unit in units]
         return self.objective.find_left_out(scored, logprobs, self._config, device=self.backend.accelerator.device)
 
     def named_weights(self) -> WeightStream:

@@ -123,12 +123,12 @@ def test_what_the_loss_clips_and_corrects_is_known_of_each_id():
     """Ratios e**0, e**1, e**-1 and e**1 at a positive advantage: the clip holds two, the correction masks one."""
     sample = row([1, 2, 3, 4, 5], sampled=[1, 2, 3, 4], advantage=1.0)
     logprobs = sample.rollout_logprobs + np.float32([np.nan, 0, 1, -1, 1])
-    (found,) = make_trainer().find_left_out([sample], [logprobs])
+    (found,) = make_trainer().find_left_out([[sample]], [logprobs])
     assert found.clipped.tolist() == [False, False, True, False, True]
     assert not found.corrected.any()
     masks = Correction(kind=CorrectionKind.TOKEN_MASK, low=0.5, high=10.0)
     trainer = make_trainer(old_logprobs=OldLogprobs.RECOMPUTE, correction=masks)
-    (found,) = trainer.find_left_out([sample], [logprobs])
+    (found,) = trainer.find_left_out([[sample]], [logprobs])
     assert found.corrected.tolist() == [False, False, False, True, False]
     assert not found.clipped.any()
 
@@ -139,10 +139,10 @@ def test_what_a_joint_ratio_clips_is_of_all_rows_of_the_trajectory():
     above, below = (sample.rollout_logprobs + np.float32(shift) for sample, shift in ((first, 0.5), (second, -0.5)))
     by_sampler = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
     trainer = Trainer(tiny_qwen3(), by_sampler, objective=PolicyGradient(loss=LOSSES["gspo"]))
-    both = trainer.find_left_out([first, second], [above, below])
-    (alone,) = trainer.find_left_out([first], [above])
+    both = trainer.find_left_out([[first, second]], [above, below])
+    alone, beside = trainer.find_left_out([[first], [second]], [above, below])
     assert [found.clipped.tolist() for found in both] == [[False] * 3] * 2
-    assert alone.clipped.tolist() == [False, True, True]
+    assert [found.clipped.tolist() for found in (alone, beside)] == [[False, True, True], [False] * 3]
 
 
 def test_logprobs_come_back_in_the_order_of_the_rows(rows):

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from unbroken.runs.processes import Rank
 from unbroken.runs.records.files import find_records, spread
 from unbroken.runs.records.record import RecordedRow, describe_rewards, write_groups
 from unbroken.training.model.row_scores import RowScores
+from unbroken.training.objective.base import LeftOut
 from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer
-from unbroken.types import TrainingSample
+from unbroken.types import Logprobs, TrainingSample
 
 _PAUSES_S = 0.4
 """All pauses of a file together. More than a short step has, and those that are left are left out."""
@@ -131,34 +132,51 @@ class Recorder:
             "counters": rollouts.counters.as_dict(),
         }
         trained = _TrainedRows(self.trainer, rollouts.units)
-        members = [member for group in groups for member in group.trajectories]
-        return head, {
-            member.trajectory_id: self._describe_rows(member, scores.get(member.trajectory_id), trained)
-            for member in members
-        }
+        described: dict[str, Sequence[RecordedRow]] = {}
+        for group in groups:
+            names = [member.trajectory_id for member in group.trajectories]
+            of_group = [_describe_rows(each, scores.get(each.trajectory_id), trained) for each in group.trajectories]
+            described.update(zip(names, self._add_left_out(of_group), strict=True))
+        return head, described
 
-    def _describe_rows(
-        self, member: Trajectory, scores: Sequence[RowScores] | None, trained: _TrainedRows
-    ) -> list[RecordedRow]:
-        """What the trainer made of each row; without scores, what the loss left out is not known."""
-        rows = member.tree.rows
-        known: Sequence[RowScores | None] = [None] * len(rows) if scores is None else scores
-        found = [trained.find(row) for _, row in rows]
-        pairs = [(of_row, score.logprobs) for of_row, score in zip(found, known, strict=True) if of_row and score]
-        left_out = self.trainer.find_left_out(*zip(*pairs, strict=True)) if pairs else None
-        rest = iter(left_out or ())
-        return [
-            RecordedRow(
-                path=path,
-                row=row,
-                trained=of_row,
-                trainer_logprobs=None if score is None else score.logprobs,
-                entropies=None if score is None else score.entropies,
-                ranks=None if score is None else score.ranks,
-                left_out=None if of_row is None or score is None else next(rest, None),
-            )
-            for (path, row), of_row, score in zip(rows, found, known, strict=True)
-        ]
+    def _add_left_out(self, members: Sequence[Sequence[RecordedRow]]) -> list[list[RecordedRow]]:
+        """Add what the loss left out to the rows of a group, all of each member's; without scores it is not known."""
+        pairs = [of_member for rows in members if (of_member := _list_compared(rows))]
+        units = [[row for row, _ in of_member] for of_member in pairs]
+        logprobs = [of_row for of_member in pairs for _, of_row in of_member]
+        # At once for a group: on a GPU a call launches a hundred small kernels, and waits for what they find.
+        found = self.trainer.find_left_out(units, logprobs) if units else None
+        rest = iter(found or ())
+        return [list(_fill_left_out(rows, rest)) for rows in members]
+
+
+def _fill_left_out(rows: Sequence[RecordedRow], rest: Iterator[LeftOut]) -> Iterator[RecordedRow]:
+    """The rows, with the next of what the loss left out for each that is trained and scored, if there is any."""
+    for each in rows:
+        yield replace(each, left_out=next(rest, None)) if _list_compared([each]) else each
+
+
+def _list_compared(rows: Sequence[RecordedRow]) -> list[tuple[TrainingSample, Logprobs]]:
+    """The rows that are trained and scored, as they are trained, and the trainer's logprobs."""
+    found = ((each.trained, each.trainer_logprobs) for each in rows)
+    return [(row, logprobs) for row, logprobs in found if row is not None and logprobs is not None]
+
+
+def _describe_rows(member: Trajectory, scores: Sequence[RowScores] | None, trained: _TrainedRows) -> list[RecordedRow]:
+    """What the trainer made of each row, but for what the loss left out."""
+    rows = member.tree.rows
+    known: Sequence[RowScores | None] = [None] * len(rows) if scores is None else scores
+    return [
+        RecordedRow(
+            path=path,
+            row=row,
+            trained=trained.find(row),
+            trainer_logprobs=None if score is None else score.logprobs,
+            entropies=None if score is None else score.entropies,
+            ranks=None if score is None else score.ranks,
+        )
+        for (path, row), score in zip(rows, known, strict=True)
+    ]
 
 
 def _take_in_turn(

@@ -242,10 +242,15 @@ class Objective(ABC, Generic[UnitT]):
         """The loss of one forward pass, given the current policy at its N loss tokens. N may be 0."""
 
     def find_left_out(
-        self, rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs], config: TrainerConfig, *, device: torch.device
+        self,
+        units: Sequence[Sequence[ScoredRow]],
+        logprobs: Sequence[Logprobs],
+        config: TrainerConfig,
+        *,
+        device: torch.device,
     ) -> list[LeftOut] | None:
-        """What the loss would clip and correct in all rows of one trajectory under these logprobs, [T] each; None if
-        it does not say so of single tokens. The loss gets its tensors on `device`.
+        """What the loss would clip and correct in the rows of trajectories, all rows of each, under these logprobs, [T]
+        for each row; None if it does not say so of single tokens. The loss gets its tensors on `device`.
         """
         return None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -368,17 +369,23 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
 
     @torch.no_grad()
     def find_left_out(
-        self, rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs], config: TrainerConfig, *, device: torch.device
+        self,
+        units: Sequence[Sequence[ScoredRow]],
+        logprobs: Sequence[Logprobs],
+        config: TrainerConfig,
+        *,
+        device: torch.device,
     ) -> list[LeftOut] | None:
         """The tokens that the loss clips, and those that the correction changes; None where the advantages of the step
         are not those of the rows: their sign decides what is clipped.
         """
         if self._has_distance_in_rewards(config) or config.teacher_weight:
             return None
+        rows = list(chain.from_iterable(units))
         masks = [row.sample.loss_mask for row in rows]
         counts = [int(mask.sum()) for mask in masks]
-        size = UpdateSize(num_units=1, num_loss_tokens=sum(counts), num_rows=len(rows))
-        weighed = self.weigh([rows], config, size=size, score=lambda _: list(logprobs))
+        size = UpdateSize(num_units=len(units), num_loss_tokens=sum(counts), num_rows=len(rows))
+        weighed = self.weigh(units, config, size=size, score=lambda _: list(logprobs))
         batch = collate([[row] for row in rows], weighed.weights, device, trajectories=weighed.trajectories)
         current = np.concatenate([values[mask] for values, mask in zip(logprobs, masks, strict=True)])
         clipped_N = as_policy_loss(self.loss)(torch.from_numpy(current).to(device), batch, config.clip).clipped_N

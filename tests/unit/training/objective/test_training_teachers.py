@@ -220,7 +220,7 @@ async def test_every_rollout_of_a_step_is_scored_once_whatever_its_reward_and_th
 
 def test_what_the_loss_clips_is_not_said_where_the_teacher_decides_the_sign():
     trainer = make_trainer(Teachers(models={"teacher": tiny_qwen3(seed=1)}))
-    assert trainer.find_left_out([row([1, 2, 3], sampled=[2])], [np.float32([np.nan, np.nan, -1])]) is None
+    assert trainer.find_left_out([[row([1, 2, 3], sampled=[2])]], [np.float32([np.nan, np.nan, -1])]) is None
 
 
 def test_advantages_of_zero_need_something_else_to_train_on():
