@@ -318,16 +318,17 @@ def copy_containers(value: T) -> T:
 
     `copy.deepcopy` copies images, and fails on arguments nested deeper than Python's stack.
     """
-    root: list[Any] = [value]
-    copies: dict[int, Any] = {}
-    pending: list[Any] = [root]
+    if not isinstance(value, (dict, list)):
+        return value
+    copy = value.copy()
+    copies: dict[int, Any] = {id(value): copy}
+    pending: list[Any] = [copy]
     while pending:
         parent = pending.pop()
-        for key, child in list(parent.items() if isinstance(parent, dict) else enumerate(parent)):
-            if isinstance(child, (dict, list)):
-                if id(child) not in copies:
-                    copies[id(child)] = child.copy()
-                    pending.append(copies[id(child)])
-                parent[key] = copies[id(child)]
-    copy: T = root[0]
+        items = parent.items() if isinstance(parent, dict) else enumerate(parent)
+        for key, child in [(key, child) for key, child in items if isinstance(child, (dict, list))]:
+            if id(child) not in copies:
+                copies[id(child)] = child.copy()
+                pending.append(copies[id(child)])
+            parent[key] = copies[id(child)]
     return copy
