@@ -320,9 +320,9 @@ def copy_containers(value: T) -> T:
     """
     if not isinstance(value, (dict, list)):
         return value
-    copy = value.copy()
-    copies: dict[int, Any] = {id(value): copy}
-    pending: list[Any] = [copy]
+    whole: Any = value.copy()
+    copies: dict[int, Any] = {id(value): whole}
+    pending: list[Any] = [whole]
     while pending:
         parent = pending.pop()
         items = parent.items() if isinstance(parent, dict) else enumerate(parent)
@@ -331,4 +331,5 @@ def copy_containers(value: T) -> T:
                 copies[id(child)] = child.copy()
                 pending.append(copies[id(child)])
             parent[key] = copies[id(child)]
+    copy: T = whole
     return copy

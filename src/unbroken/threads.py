@@ -118,7 +118,7 @@ class DaemonThreads:
         loop = asyncio.get_running_loop()
         if (inbox := self._inbox) is None or inbox.loop is not loop:
             inbox = self._inbox = _Inbox(loop)
-        finished = loop.create_future()
+        finished: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
         call = _Call(function=function, context=contextvars.copy_context(), finished=finished, inbox=inbox)
         with self._mutex:
             self._calls.append(call)

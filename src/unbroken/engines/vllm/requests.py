@@ -79,11 +79,11 @@ class Requests:
         """Wait for the only output of a request with `FINAL_ONLY`; None, errors and `rank` as in `run`."""
         self._in_flight.add(request.request_id)
         try:
-            for num_more in reversed(range(_MAX_TRIES)):
+            num_more = _MAX_TRIES - 1 if request.images else 0
+            output = await self._try_whole(request, params, adapter, rank)
+            while output is not None and num_more > 0 and _has_lost_images(output):
+                num_more -= 1
                 output = await self._try_whole(request, params, adapter, rank)
-                is_sent_again = bool(request.images) and num_more > 0 and output is not None
-                if not (is_sent_again and _has_lost_images(output)):
-                    break
             return output
         finally:
             self._aborted.discard(request.request_id)
