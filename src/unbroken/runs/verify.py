@@ -32,10 +32,11 @@ from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
 from unbroken.runs.export.files import INFO, ModelInfo, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
 from unbroken.runs.folder import RECIPE_FILE, find_state, may_change, read_recipe
-from unbroken.runs.models import find_revision
+from unbroken.runs.models import find_revision, load_model_renderer
 from unbroken.runs.numerics import open_pair
 from unbroken.runs.processes import Rank
 from unbroken.runs.recipe import load_recipe
+from unbroken.runs.records.conversations import ConversationCheck
 from unbroken.runs.records.files import FOLDER, find_records, read_records
 from unbroken.runs.records.recorded import RecordedStep, read_step
 from unbroken.runs.records.recorder import Recorder, choose_scored
@@ -114,8 +115,8 @@ class _Verification:
                 f"steps{also}"
             )
         lines.append(
-            "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are "
-            "the rendering of the messages, texts, statuses, finish reasons, parts of rewards, evaluations, times"
+            "  not claimed: that ids were drawn with their seeds, that environments gave these rewards and messages, "
+            "parts of rewards, why a rollout failed, what agents' sessions say, evaluations, times"
         )
         if self.differences:
             lines.append(
@@ -383,13 +384,21 @@ async def _replay(run: _Run, start: int, stop: int) -> _Verification:
     config = run.config
     with tempfile.TemporaryDirectory(prefix="unbroken-verify-") as name:
         own = replace(config, output=Path(name))
-        async with open_pair(own, run.source) as (_, trainer):
+        async with open_pair(own, run.source) as (opened, trainer):
             steps = _RecordedSteps(run, start, stop)
-            comparison = _Comparison(run=run, trainer=trainer, steps=steps, scratch=Path(name), start=start)
+            conversations = ConversationCheck(
+                renderer=load_model_renderer(run.source, config.renderer, config.rollouts.sampling),
+                config=config.rollouts,
+                context_length=opened.engine.context_length,
+                is_of_policies=config.policies is not None,
+            )
+            comparison = _Comparison(
+                run=run, trainer=trainer, steps=steps, conversations=conversations, scratch=Path(name), start=start
+            )
             checkpoints = _ComparedCheckpoints(run, comparison, start)
             loop = replace(config.chosen_loop, num_steps=stop, max_empty_steps=None)
             try:
-                opened = open_steps(
+                made = open_steps(
                     steps,
                     trainer=trainer,
                     publisher=None,
@@ -398,7 +407,7 @@ async def _replay(run: _Run, start: int, stop: int) -> _Verification:
                     observer=comparison,
                     checkpoints=checkpoints,
                 )
-                async with opened as again:
+                async with made as again:
                     await again.run()
             except _DifferenceError as error:
                 comparison.differences += error.found
@@ -470,6 +479,7 @@ class _Comparison(RunObserver):
     run: _Run
     trainer: Trainer
     steps: _RecordedSteps
+    conversations: ConversationCheck
     scratch: Path
     start: int
     step: int = field(init=False)
@@ -502,15 +512,35 @@ class _Comparison(RunObserver):
         again.path.unlink()
         if not rollouts.is_trained:
             again = replace(again, head={**again.head, "weights": None})
-        chosen = (
-            choose_scored(rollouts.groups, self.run.config.rollout_log.scored_groups) if rollouts.is_trained else ()
-        )
-        scored = {member.trajectory_id for group in chosen for member in group.trajectories}
         # Settings are compared with turns that were found to be whole: a damaged file may lack what is read there.
-        found = [*_compare_steps(recorded, again, scored)] or [*_compare_settings(recorded, self.run.config.rollouts)]
+        found = [*_compare_steps(recorded, again, self._list_scored(rollouts))] or [
+            *_compare_settings(recorded, self.run.config.rollouts)
+        ]
+        found = found or await asyncio.to_thread(self._compare_conversations, recorded, rollouts)
         if found:
             raise _DifferenceError([f"step {rollouts.step}: {recorded.path.name}: {each}" for each in found])
         self.num_ids += sum(len(row["rollout_logprobs"]) for record in again.records for row in record["rows"])
+
+    def _list_scored(self, rollouts: StepRollouts) -> Set[str]:
+        """The trajectories whose rows the run has scored."""
+        number = self.run.config.rollout_log.scored_groups
+        chosen = choose_scored(rollouts.groups, number) if rollouts.is_trained else ()
+        return {member.trajectory_id for group in chosen for member in group.trajectories}
+
+    def _compare_conversations(self, recorded: RecordedStep, rollouts: StepRollouts) -> list[str]:
+        """Where messages, statuses and limits are other than ids say that were found to be the run's."""
+        by_name = {member.trajectory_id: member for group in rollouts.groups for member in group.trajectories}
+        found = []
+        for record in recorded.records:
+            name = f"trajectory {record['trajectory']}"
+            try:
+                others = [*self.conversations.find_differences(record, by_name[record["trajectory"]])]
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                others = [f" must have a whole record: {type(error).__name__}: {error}"]
+            except UnbrokenError as error:  # the template refuses its messages
+                others = [f": {error}"]
+            found += [f"{name}{each}" for each in others]
+        return found
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Compare the step's metrics with its line in `metrics.jsonl`."""
