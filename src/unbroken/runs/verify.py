@@ -31,7 +31,7 @@ from unbroken.runs.config import EngineKind, Precision, RolloutConfig, RolloutLo
 from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
 from unbroken.runs.export.files import INFO, ModelInfo, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
-from unbroken.runs.folder import RECIPE_FILE, find_state, may_change, read_recipe
+from unbroken.runs.folder import RECIPE_FILE, digest_files, find_state, may_change, read_recipe
 from unbroken.runs.models import find_revision, load_model_renderer
 from unbroken.runs.numerics import open_pair
 from unbroken.runs.processes import Rank
@@ -83,6 +83,8 @@ class _Verification:
     differences: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
     """Steps and models that were not verified, and why."""
+    absent: tuple[str, ...] = ()
+    """Files of the recipe, by the names of their digests, that are gone: nothing is known of them."""
 
     @property
     def is_verified(self) -> bool:
@@ -98,6 +100,7 @@ class _Verification:
             compared=self.compared + other.compared,
             differences=tuple(dict.fromkeys(self.differences + other.differences)),
             unverified=self.unverified + other.unverified,
+            absent=self.absent + other.absent,
         )
 
     def describe(self, folder: Path) -> str:
@@ -114,6 +117,7 @@ class _Verification:
                 "  verified: logprobs of every sampled id, rows, advantages, loss, gradient norm and weights of these "
                 f"steps{also}"
             )
+        lines += [f"  not compared: {each} in {RECIPE_FILE}, because it is not there" for each in self.absent]
         lines.append(
             "  not claimed: that ids were drawn with their seeds, that environments gave these rewards and messages, "
             "parts of rewards, why a rollout failed, what agents' sessions say, evaluations, times"
@@ -190,10 +194,28 @@ def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1
     if run.num_claimed > run.num_steps:
         steps = _name_steps(run.num_steps, run.num_claimed)
         unverified.append(f"{steps}: no file has them, and the run has finished with loop.num_steps {run.num_claimed}")
-    whole = _Verification(num_steps=run.num_claimed, unverified=tuple(unverified))
+    changed, absent = _compare_files(folder)
+    whole = _Verification(
+        num_steps=run.num_claimed, unverified=tuple(unverified), differences=tuple(changed), absent=tuple(absent)
+    )
     for each in found:
         whole = whole.merge(each)
     return replace(whole, unverified=(*whole.unverified, *_find_unverified_models(run, whole.compared)))
+
+
+def _compare_files(folder: Path) -> tuple[list[str], list[str]]:
+    """The files of a run's recipe that have other digests than it has recorded, and the names of those that are gone.
+
+    What the user has given another file on purpose has null for its digest.
+    """
+    stored = read_recipe(folder)
+    again = digest_files(stored.settings, code=stored.code)
+    changed = [
+        f"{RECIPE_FILE}: files: {name} is {digest!r}, and that of the file that is there {again[name]!r}"
+        for name, digest in sorted(stored.files.items())
+        if digest is not None and again.get(name, digest) != digest
+    ]
+    return changed, sorted(name for name, digest in stored.files.items() if digest is not None and name not in again)
 
 
 def _find_unverified_models(run: _Run, compared: Sequence[str]) -> Iterator[str]:
@@ -622,17 +644,29 @@ class _ComparedCheckpoints(Checkpoints):
         """Compare the checkpoint with the trainer and with the loop's own numbers."""
         folder = self._found[last.num_steps]
         found = [each for each in (trainer.find_difference(folder),) if each is not None]
-        for own in [folder] if self._policies is None else [folder / name for name in self._policies.names]:
+        caller, first = self._read_caller(), next(iter(self._found.values()))
+        for own in self._list_own(folder):
             extra = read_state(own).state.processes[0].get("extra", {})
             if extra.get("num_steps") != last.num_steps:
                 found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
             if extra.get("groups") != last.groups:
                 found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
+            if extra.get("caller") != caller:
+                found.append(f"caller is {extra.get('caller')}, and in checkpoints/{first.name} {caller}")
             found += compare_metrics(extra.get("metrics", {}), last.metrics)
         if found:
             step = last.num_steps - 1
             raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
         self._comparison.compared.append(f"checkpoints/{folder.name}")
+
+    def _list_own(self, folder: Path) -> list[Path]:
+        """The folders of a checkpoint, one for each policy."""
+        return [folder] if self._policies is None else [folder / name for name in self._policies.names]
+
+    def _read_caller(self) -> Any:
+        """What the first checkpoint says of its caller: where problems come from, which a run never changes."""
+        first = self._list_own(next(iter(self._found.values())))[0]
+        return read_state(first, verifies_files=False).state.processes[0].get("extra", {}).get("caller")
 
 
 def _list_folder(folder: Path) -> list[Path]:

@@ -251,6 +251,18 @@ def remove_extra_of_a_checkpoint(run: Path) -> None:
     edit_json(run / "checkpoints" / "step-00000004" / "state.json", lambda state: state["processes"][0].pop("extra"))
 
 
+def change_caller_of_a_checkpoint(run: Path) -> None:
+    def edit(state: Any) -> None:
+        state["processes"][0]["extra"]["caller"]["source"] = "other.jsonl"
+
+    edit_json(run / "checkpoints" / "step-00000002" / "state.json", edit)
+
+
+def change_digest_of_the_code(run: Path) -> None:
+    name = f"the SHA-256 of {RECIPE.name}, the recipe's code"
+    edit_json(run / "recipe.json", lambda recipe: recipe["files"].__setitem__(name, "0" * 64))
+
+
 def add_to_a_segment(run: Path) -> None:
     edit_lines(rollouts_of(run), lambda lines: row_of(lines)["segments"][-1].__setitem__("mine", 1))
 
@@ -292,6 +304,11 @@ PLANTED = [
     (remove_extra_of_a_checkpoint, "step 3: checkpoints/step-00000004: num_steps is None, and here 4"),
     (add_to_a_segment, OF_ROW + "segments is "),
     (change_number_of_sampled_ids, ": num_sampled of its turns is [9], and computed again [8]"),
+    (change_caller_of_a_checkpoint, "step 1: checkpoints/step-00000002: caller is {'source': 'other.jsonl'}, and in "),
+    (
+        change_digest_of_the_code,
+        f"differs: recipe.json: files: the SHA-256 of {RECIPE.name}, the recipe's code is '000",
+    ),
     (change_checksum, "step 2: step-00000002.rank-0.jsonl.gz: weights is "),
 ]
 
@@ -385,6 +402,18 @@ def test_each_planted_change_is_found_and_named(run, capsys, change, said):
     status, report = verify(capsys, run)
     assert (status, said in report) == (1, True), report
     assert "NOT VERIFIED" in report
+
+
+def test_a_file_that_is_gone_is_said_and_one_that_may_be_another_is_none(run, capsys):
+    """Neither is a difference."""
+
+    def edit(recipe: Any) -> None:
+        recipe["files"] = dict.fromkeys(recipe["files"], None) | {"the SHA-256 of gone.jsonl": "0" * 64}
+
+    edit_json(run / "recipe.json", edit)
+    status, report = verify(capsys, run)
+    assert status == 0, report
+    assert "  not compared: the SHA-256 of gone.jsonl in recipe.json, because it is not there" in report
 
 
 def test_a_model_that_no_step_was_compared_with_is_not_verified(run, capsys):
