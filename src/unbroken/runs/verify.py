@@ -49,7 +49,7 @@ from unbroken.training.model.pretrained import ADAPTER_CONFIG, read_adapter_conf
 from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.state import read_state
 from unbroken.training.trainer import Trainer
-from unbroken.types import LogitControls, Numerics
+from unbroken.types import LogitControls, Numerics, SamplingParams
 from unbroken.weights.files import describe_file
 
 _MISSING = "missing"
@@ -730,10 +730,20 @@ def _compare_sampling(record: Mapping[str, Any], config: RolloutConfig) -> Itera
                 f"turn {number}: num_sampled is {turn['num_sampled']}, more than rollouts.sampling.max_tokens, which "
                 f"is {sampling.max_tokens}"
             )
-        controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
-        for name in _OF_SAMPLING:
-            if (value := getattr(controls, name)) != (given := getattr(sampling, name)):
-                yield f"turn {number}: {name} is {_quote(value)}, and by rollouts.sampling {_quote(given)}"
+        yield from (f"turn {number}: {found}" for found in _compare_controls(record, turn, sampling))
+
+
+def _compare_controls(record: Mapping[str, Any], turn: Mapping[str, Any], sampling: SamplingParams) -> Iterator[str]:
+    """What changed the logits of a turn otherwise than the recipe says."""
+    controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
+    left_out: Sequence[str] = ()
+    if controls.min_tokens == 0 and any("messages" in row for row in record["rows"]):
+        # The agent of a session may ask for a turn that no id ends (`ignore_eos`): `min_tokens` forbids nothing then.
+        left_out = ("min_tokens",)
+    for name in _OF_SAMPLING:
+        value, given = getattr(controls, name), getattr(sampling, name)
+        if value != given and name not in left_out:
+            yield f"{name} is {_quote(value)}, and by rollouts.sampling {_quote(given)}"
 
 
 def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any], is_scored: bool) -> Iterator[str]:

@@ -380,6 +380,22 @@ def test_a_recipe_that_does_not_say_how_its_rollouts_were_sampled_is_a_differenc
     assert (status, said in report) == (1, True), report
 
 
+def test_a_turn_of_an_agent_that_no_id_ends_has_no_min_tokens(run, capsys):
+    """It asked for that (`ignore_eos`), and nothing is forbidden without ids that end a turn: the record has 0."""
+    edit_json(run / "recipe.json", lambda recipe: recipe["settings"].update({"rollouts.sampling.min_tokens": 2}))
+    status, report = verify(capsys, run)
+    assert (status, "turn 0: min_tokens is 0, and by rollouts.sampling 2" in report) == (1, True), report
+
+    def give_rows_messages_of_their_own(lines: list[Any]) -> None:
+        for record in lines[2:]:
+            record["rows"][0]["messages"] = [0, 1]  # as those of a session have
+
+    for step in range(4):
+        edit_lines(rollouts_of(run, step), give_rows_messages_of_their_own)
+    status, report = verify(capsys, run)
+    assert status == 0, report
+
+
 def test_a_group_that_a_recipes_code_made_smaller_is_no_difference(run, capsys):
     """`Problems.score` may leave rollouts out."""
     edit_json(run / "recipe.json", lambda recipe: recipe["settings"].update({"rollouts.group_size": 5}))
