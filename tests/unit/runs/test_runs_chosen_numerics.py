@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from unbroken.runs.chosen_numerics import (
 )
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
-from unbroken.runs.folder import claim_folder
+from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.recipe import Recipe, Task, load_recipe
 from unbroken.runs.settings import build, describe, section_of
 from unbroken.runs.training import run_without_training, train_model
@@ -180,13 +181,20 @@ def test_an_evaluation_is_fast_for_its_engine_knows_no_auto_and_no_trainer(tmp_p
     assert seen == [Numerics.FAST]
 
 
-async def test_a_script_makes_its_folder_and_continues_with_the_numerics_of_its_checkpoint(tmp_path, monkeypatch):
+async def test_a_script_makes_its_folder_alone_and_continues_with_the_numerics_of_its_checkpoint(tmp_path, monkeypatch):
     """A script claims no folder, so there is no recipe.json that says them."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     recipe, output = load_recipe(Path(letters_recipe.__file__)), tmp_path / "runs" / "letters"
     own = [f"--output={output}", f"--model={save_tiny_model(tmp_path / 'model')}", "--rollouts.group-size=2"]
     own += ["--loop.num-steps=1", "--rollouts.sampling.max-tokens=4"]
     exact, auto = (recipe.configure([*own, f"--trainer.numerics={name}"]) for name in ("exact", "auto"))
+    with (
+        lock_folder(output),
+        pytest.raises(
+            InvalidInputError, match=rf"no other run writes into, and process {os.getpid()} on .* wait for its"
+        ),
+    ):
+        await train_model(exact, await recipe.make_task(exact))
     await train_model(exact, await recipe.make_task(exact))
     assert not (output / "recipe.json").exists()
     assert choose_numerics(auto) == (exact, "numerics: exact (as the run in this folder began)")
