@@ -209,11 +209,13 @@ async def test_a_script_makes_its_folder_alone_and_continues_with_the_numerics_o
     known = state.read_text()
     state.write_text(json.dumps(whole))
     assert choose_numerics(auto)[1] == "numerics: fast (exact is slower on a CPU)"
-    with pytest.raises(InvalidInputError, match=r"numerics must be fast with .*-00000001, which does not say its own"):
+    with pytest.raises(
+        InvalidInputError, match=r"numerics must be fast to .*-00000001, which does not say .*Continue with"
+    ):
         await train_model(exact, await recipe.make_task(exact))
 
     state.write_text(known.replace('"numerics": "exact"', '"numerics": "fast"'))
-    with pytest.raises(InvalidInputError, match=r"numerics must be fast as in .*step-00000001, got exact"):
+    with pytest.raises(InvalidInputError, match=r"-00000001, which was trained with fast, got exact: .* Continue with"):
         await train_model(exact, await recipe.make_task(exact))
 
     for damaged in ("{}", "", json.dumps({**whole, "processes": ["x"]})):
