@@ -83,6 +83,7 @@ def choose_numerics(
     if config.trainer.numerics is not Numerics.AUTO:
         return config, ""
     known = None if continues is False else _find_known(config, begins=bool(continues))
+    # A checkpoint may not say them (None), nor a recipe.json that somebody wrote: then it is chosen as at a beginning.
     if known in (Numerics.FAST, Numerics.EXACT):
         chosen, why = Numerics(known), "as the run in this folder began"
     else:
@@ -116,7 +117,7 @@ def _with_numerics(config: _ConfigT, numerics: Numerics) -> _ConfigT:
 
 
 def _choose(config: RunConfig, model: str | Path | None) -> tuple[Numerics, str]:
-    try:
+    try:  # the config's own rules know what exact numerics exclude: no second list of them here
         _with_numerics(config, Numerics.EXACT)
     except InvalidInputError as error:
         return Numerics.FAST, str(error).partition(", got exact")[0]
@@ -127,7 +128,7 @@ def _choose(config: RunConfig, model: str | Path | None) -> tuple[Numerics, str]
     rows = [row for row in _MEASURED if (row.engine, row.machine) == (kind, machine)]
     if not rows:
         return Numerics.FAST, f"exact was not measured with engine.kind {kind} on {machine}"
-    if all(row.chosen is Numerics.FAST for row in rows):
+    if all(row.chosen is Numerics.FAST for row in rows):  # whatever the model is: its config is not loaded for that
         return Numerics.FAST, _describe_cost(rows[0])
     return _choose_for_model(config, machine, model or describe(config).get("model"))
 

@@ -418,6 +418,8 @@ async def _replay(run: _Run, start: int, stop: int) -> _Verification:
                 run=run, trainer=trainer, steps=steps, conversations=conversations, scratch=Path(name), start=start
             )
             checkpoints = _ComparedCheckpoints(run, comparison, start)
+            # A run may have gone on after steps that trained nothing, with another limit of them (`may_change`), and
+            # its files say how far it came.
             loop = replace(config.chosen_loop, num_steps=stop, max_empty_steps=None)
             try:
                 made = open_steps(
@@ -575,7 +577,7 @@ class _Comparison(RunObserver):
 
     async def after_step(self, num_steps: int) -> None:
         """Compare the models that the run has written after this step."""
-        if num_steps > self.start:
+        if num_steps > self.start:  # the step before is ended again, and the part before has compared its models
             await asyncio.to_thread(self._compare_models, num_steps)
 
     def _compare_models(self, num_steps: int) -> None:
@@ -776,7 +778,7 @@ def _number_nodes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any], *, is_scored: bool) -> Iterator[str]:
     """What differs in a row, and the first id whose logprob is not that of the weights."""
     sampled, computed = row["rollout_logprobs"], again["trainer_logprobs"]
-    for place, own, other in zip(find_sampled(again), sampled, computed, strict=False):
+    for place, own, other in zip(find_sampled(again), sampled, computed, strict=False):  # other lengths differ below
         if own != other:
             yield (
                 f"position {place}, id {row['token_ids'][place]}: its logprob is {own!r}, and {other!r} by the weights "

@@ -102,7 +102,7 @@ class ConversationCheck:
         budget = self.config.limits.compute_turn_budget(
             turn_max_tokens=self.config.sampling.max_tokens,
             num_sampled=num_before,
-            num_context_left=sequence.num_sampled if has_filled else sys.maxsize,
+            num_context_left=len(sequence.completion_ids) if has_filled else sys.maxsize,
         )
         return budget.limit if sequence.num_sampled >= budget.max_tokens else Limit.CONTEXT
 
