@@ -271,7 +271,7 @@ def _find_places(messages: Sequence[Any], replies: Sequence[Any], start: int = 0
 
 def _describe_turn(turn: Turn, rollout: Trajectory) -> _Record:
     """A turn as a file of rollouts has it."""
-    own = replace(rollout, turns=(turn,), turn_rewards=(), times=())
+    own = replace(rollout, turns=(turn,), messages=(), tools=(), turn_rewards=(), times=())
     text = json.dumps(make_record("", own, ())["turns"][0], ensure_ascii=False)
     described: _Record = json.loads(text.encode("utf-8", "replace"))
     return described
