@@ -71,6 +71,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.runs.processes": (1, "the store of its own run"),
     "unbroken.runs.prompts.dataset": (2, "cells of a data set, which the datasets library reads"),
     "unbroken.runs.prompts.images": (1, "images of a data set, by the decoder's rules"),
+    "unbroken.runs.records.conversations": (1, "what it wrote itself"),
     "unbroken.runs.records.files": (1, "packed lines, opened inside a folder with limits"),
     "unbroken.runs.records.notes": (1, "a file of notes that is written, once it is no link"),
     "unbroken.runs.records.recorded": (1, "what it has written itself, to compare it as JSON"),

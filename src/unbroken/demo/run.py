@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from accelerate import Accelerator
@@ -28,13 +29,15 @@ from unbroken.runs.chosen_numerics import choose_numerics
 from unbroken.runs.diagnosis.evidence import Numbers, read_steps
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
-from unbroken.runs.recipe import Task
+from unbroken.runs.recipe import OpenRecipe, Task, open_recipe
 from unbroken.runs.settings import describe
 from unbroken.runs.signals import cancelled_by_sigterm
 from unbroken.runs.training import TrainedRun, train_model
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.types import TrainingSample
 from unbroken.viewer.reports import SideBySide, show_side_by_side
+
+_RECIPE = "unbroken demo"
 
 
 async def run_demo(config: LookupConfig) -> DemoResult:
@@ -50,14 +53,16 @@ async def run_demo(config: LookupConfig) -> DemoResult:
     num_problems = config.evaluation.num_problems
     if num_problems < len(JsonStyle):
         raise InvalidInputError(f"evaluation.num_problems must be >= {len(JsonStyle)}, got {num_problems}")
-    with lock_folder(config.output), cancelled_by_sigterm():
+    opened = OpenRecipe(name=_RECIPE, words=(), preflight=False)
+    with lock_folder(config.output), cancelled_by_sigterm(), ExitStack() as stack:
+        stack.callback(open_recipe.reset, open_recipe.set(opened))  # else `train_model` would lock the folder again
         return await _train_and_report(config)
 
 
 async def _train_and_report(config: LookupConfig) -> DemoResult:
     started = time.perf_counter()
     config, _ = choose_numerics(config, continues=False)  # before it is written down; nobody asked the demo why
-    claim_folder(config.output, "unbroken demo", describe(config), anew=True)
+    claim_folder(config.output, _RECIPE, describe(config), anew=True)
     model = config.output / "model"
     await asyncio.to_thread(write_warm_model, model, config.warm_up, seed=config.seed)
     task = Task(

@@ -10,6 +10,7 @@ instead.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -29,15 +30,17 @@ _FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Whose logprobs were seen to have the same bits on a GPU (`tests/support/hopper_numerics.py`)."""
 _HEAD_SIZES = (64, 128, 256)
 _OPTIONS = {
-    "dtype bfloat16",
-    "gpu-memory-utilization",
-    "kv-cache-memory-bytes",
-    "max-model-len",
-    "max-num-batched-tokens",
-    "max-num-seqs",
+    "--dtype bfloat16",
+    "--gpu-memory-utilization",
+    "--kv-cache-memory-bytes",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
 }
 """Of vLLM, with which something was measured. Many others are refused with exact numerics, and a run that names none
 must not fail by them."""
+
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ def choose_numerics(
     if config.trainer.numerics is not Numerics.AUTO:
         return config, ""
     known = None if continues is False else _find_known(config, begins=bool(continues))
+    # A checkpoint may not say them (None), nor a recipe.json that somebody wrote: then it is chosen as at a beginning.
     if known in (Numerics.FAST, Numerics.EXACT):
         chosen, why = Numerics(known), "as the run in this folder began"
     else:
@@ -113,7 +117,7 @@ def _with_numerics(config: _ConfigT, numerics: Numerics) -> _ConfigT:
 
 
 def _choose(config: RunConfig, model: str | Path | None) -> tuple[Numerics, str]:
-    try:
+    try:  # the config's own rules know what exact numerics exclude: no second list of them here
         _with_numerics(config, Numerics.EXACT)
     except InvalidInputError as error:
         return Numerics.FAST, str(error).partition(", got exact")[0]
@@ -124,7 +128,7 @@ def _choose(config: RunConfig, model: str | Path | None) -> tuple[Numerics, str]
     rows = [row for row in _MEASURED if (row.engine, row.machine) == (kind, machine)]
     if not rows:
         return Numerics.FAST, f"exact was not measured with engine.kind {kind} on {machine}"
-    if all(row.chosen is Numerics.FAST for row in rows):
+    if all(row.chosen is Numerics.FAST for row in rows):  # whatever the model is: its config is not loaded for that
         return Numerics.FAST, _describe_cost(rows[0])
     return _choose_for_model(config, machine, model or describe(config).get("model"))
 
@@ -142,15 +146,18 @@ def _find_machine() -> str:
 
 
 def _find_options(config: RunConfig) -> Iterator[str]:
-    """Names of the options of vLLM that a run gives, without their dashes; of `--dtype` with its value."""
+    """The options of vLLM that a run gives, as `--gpu-memory-utilization` or `-tp`; `--dtype` with its value."""
     words = config.engine.options
     for word, following in zip_longest(words, words[1:], fillvalue=""):
-        if word.startswith("--"):
-            name, separator, value = word[2:].partition("=")
+        # As argparse: a number below 0 is a value (`--max-model-len -1`), and vLLM has no option that is one.
+        if not word.startswith("-") or word == "-" or _NEGATIVE.fullmatch(word):
+            continue
+        name, separator, value = word.partition("=")
+        if name.startswith("--"):
             name = name.replace("_", "-")
-            if not separator and not following.startswith("-"):
-                value = following
-            yield f"{name} {value}" if name == "dtype" and value else name
+        if not separator and not following.startswith("-"):
+            value = following
+        yield f"{name} {value}" if name == "--dtype" and value else name
 
 
 def _find_unmeasured_setting(config: RunConfig) -> str | None:
@@ -158,7 +165,7 @@ def _find_unmeasured_setting(config: RunConfig) -> str | None:
     from unbroken.runs.processes import join_processes
 
     if (other := next((name for name in _find_options(config) if name not in _OPTIONS), None)) is not None:
-        return f"engine.options --{other}"
+        return f"engine.options {other}"
     if (number := join_processes().num_processes) > 1:
         return f"{number} processes"
     others = {

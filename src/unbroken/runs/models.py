@@ -21,6 +21,7 @@ from unbroken.images.processor import ImageInputs, load_image_processor
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import check_options_read
 from unbroken.rendering.loader import load_renderer
+from unbroken.rendering.template import TemplateRenderer
 from unbroken.runs.config import (
     Attention,
     EngineConfig,
@@ -285,7 +286,7 @@ def find_context_length(source: str | Path, engine: EngineConfig) -> int | None:
 
 def load_model_renderer(
     source: str | Path, config: RendererConfig, sampling: SamplingParams, *, images: ImageInputs | None = None
-) -> Renderer:
+) -> TemplateRenderer:
     """Load the renderer of a model.
 
     Raises:

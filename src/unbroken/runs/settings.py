@@ -705,6 +705,8 @@ def _unknown_field(shown_name: str, name: str, section: Section, top: Section | 
     if inside:
         return InvalidInputError(f"{shown_name} has its own fields: give one of {', '.join(inside)}")
     similar = _find_same(name, known) or _find_same(name, (top or section).all_fields())
+    if not similar and (hint := _hint_at_section(name, section, top or section)):
+        return InvalidInputError(f"{shown_name} must be a field of the recipe: {hint} (--help-all lists them all)")
     similar = similar or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if shown_name.startswith("--"):
         similar = [f"--{each.replace('_', '-')}" for each in similar]
@@ -724,6 +726,18 @@ def _unknown_section(shown_name: str, name: str, section: Section, top: Section)
     else:
         hint = f"the sections are {', '.join(known)}"
     return InvalidInputError(f"{shown_name} must be a section of the recipe: {hint} (--help-all lists them all)")
+
+
+def _hint_at_section(name: str, section: Section, top: Section) -> str:
+    """Which section a value was given to in the place of its fields; empty where the most similar name is a field's."""
+    parts = {each.prefix.removesuffix("."): each for each in (*section.all_sections(), *top.all_sections())}
+    found = _find_similar(name, [each for each in parts if each.startswith(section.prefix)], [*parts])
+    names = {_last(each) for each in (*top.all_fields(), *parts)}
+    if not found or _last(found[0]) not in difflib.get_close_matches(_last(name), names, n=1):
+        return ""
+    owner = name.rpartition(".")[0] or "the recipe"
+    sections = f"{' and '.join(found)} {'is a section' if len(found) == 1 else 'are sections'}"
+    return f"{owner} has no field {_last(name)}, and {sections}, with the fields {_names(parts[found[0]].fields)}"
 
 
 def _list_tables(section: Section) -> list[str]:

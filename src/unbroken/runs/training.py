@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,44 +174,61 @@ async def train_model(config: RunConfig, task: Task, *, accelerator: Accelerator
         models/step-00000100/    earlier ones, by choice (`config.export`)
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
+
+    Raises:
+        InvalidInputError: another run writes into `config.output`, or a setting cannot be had here.
     """
     from unbroken.runs.run import join_accelerator, open_training
     from unbroken.training.loop import open_steps
 
-    config = _choose_for_script(config, task)
-    accelerator = join_accelerator(config, accelerator)
-    async with open_training(config, task, accelerator=accelerator) as training:
-        num_steps, run, records = config.loop.num_steps, training.run, training.records
-        if not training.continues:  # a run that continues compares its policies later, once its engine has its weights
-            records.progress.console.print(await training.check.run(), soft_wrap=True, highlight=False)
-            if (recipe := open_recipe.get()) is not None and recipe.preflight:
-                await run.show_preflight(config, records.progress.console)
-        await training.evaluations.evaluate(0, "before")
-        with keep_loop_responsive():
-            opened = open_steps(
-                training.collector,
-                trainer=run.trainer,
-                publisher=run.engine.publisher,
-                metrics=records.metrics,
-                config=config.chosen_loop,
-                observer=training.observer,
-                checkpoints=training.checkpoints,
-                engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
-                timeline=records.timeline,
-                warm_start=run.warm_start,
-            )
-            async with opened as steps:
-                await steps.run()
-            if training.background is not None:
-                await training.background.finish()
-            with records.timeline.span("final model"):
-                final = await asyncio.to_thread(training.models.write_final, num_steps)
-            rollouts = await training.evaluations.evaluate(num_steps, "after")
-        training.evaluations.log()
-        begin("closing the engine")
-        records.progress.show_end(config.output, model=final)
-    await asyncio.to_thread(training.models.upload_final, final, num_steps)
-    return TrainedRun(model=run.model, trainer=run.trainer, renderer=run.sampler.renderer, rollouts=rollouts)
+    with _keep_folder(config.output):
+        config = _choose_for_script(config, task)
+        accelerator = join_accelerator(config, accelerator)
+        async with open_training(config, task, accelerator=accelerator) as training:
+            num_steps, run, records = config.loop.num_steps, training.run, training.records
+            if (
+                not training.continues
+            ):  # a run that continues compares its policies later, once its engine has its weights
+                records.progress.console.print(await training.check.run(), soft_wrap=True, highlight=False)
+                if (recipe := open_recipe.get()) is not None and recipe.preflight:
+                    await run.show_preflight(config, records.progress.console)
+            await training.evaluations.evaluate(0, "before")
+            with keep_loop_responsive():
+                opened = open_steps(
+                    training.collector,
+                    trainer=run.trainer,
+                    publisher=run.engine.publisher,
+                    metrics=records.metrics,
+                    config=config.chosen_loop,
+                    observer=training.observer,
+                    checkpoints=training.checkpoints,
+                    engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
+                    timeline=records.timeline,
+                    warm_start=run.warm_start,
+                )
+                async with opened as steps:
+                    await steps.run()
+                if training.background is not None:
+                    await training.background.finish()
+                with records.timeline.span("final model"):
+                    final = await asyncio.to_thread(training.models.write_final, num_steps)
+                rollouts = await training.evaluations.evaluate(num_steps, "after")
+            training.evaluations.log()
+            begin("closing the engine")
+            records.progress.show_end(config.output, model=final)
+        await asyncio.to_thread(training.models.upload_final, final, num_steps)
+        return TrainedRun(model=run.model, trainer=run.trainer, renderer=run.sampler.renderer, rollouts=rollouts)
+
+
+@contextmanager
+def _keep_folder(output: Path) -> Iterator[None]:
+    """Keep other runs out of the folder of a script's run; that of a recipe is locked since it was claimed."""
+    with ExitStack() as stack:
+        if open_recipe.get() is None:
+            with main_process_first() as is_first:
+                if is_first:
+                    stack.enter_context(lock_folder(output))
+        yield
 
 
 def _choose_for_script(config: RunConfig, task: Task) -> RunConfig:

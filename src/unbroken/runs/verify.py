@@ -31,11 +31,12 @@ from unbroken.runs.config import EngineKind, Precision, RolloutConfig, RolloutLo
 from unbroken.runs.diagnosis.evidence import Numbers, read_ending, read_steps
 from unbroken.runs.export.files import INFO, ModelInfo, read_info
 from unbroken.runs.export.kept import BEST, CANDIDATE, FINAL, MODELS, KeptModels
-from unbroken.runs.folder import RECIPE_FILE, find_state, may_change, read_recipe
-from unbroken.runs.models import find_revision
+from unbroken.runs.folder import RECIPE_FILE, digest_files, find_state, may_change, read_recipe
+from unbroken.runs.models import find_revision, load_model_renderer
 from unbroken.runs.numerics import open_pair
 from unbroken.runs.processes import Rank
 from unbroken.runs.recipe import load_recipe
+from unbroken.runs.records.conversations import ConversationCheck
 from unbroken.runs.records.files import FOLDER, find_records, read_records
 from unbroken.runs.records.recorded import RecordedStep, read_step
 from unbroken.runs.records.recorder import Recorder, choose_scored
@@ -48,7 +49,7 @@ from unbroken.training.model.pretrained import ADAPTER_CONFIG, read_adapter_conf
 from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.state import read_state
 from unbroken.training.trainer import Trainer
-from unbroken.types import LogitControls, Numerics
+from unbroken.types import LogitControls, Numerics, SamplingParams
 from unbroken.weights.files import describe_file
 
 _MISSING = "missing"
@@ -82,6 +83,8 @@ class _Verification:
     differences: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
     """Steps and models that were not verified, and why."""
+    absent: tuple[str, ...] = ()
+    """Files of the recipe, by the names of their digests, that are gone: nothing is known of them."""
 
     @property
     def is_verified(self) -> bool:
@@ -97,6 +100,7 @@ class _Verification:
             compared=self.compared + other.compared,
             differences=tuple(dict.fromkeys(self.differences + other.differences)),
             unverified=self.unverified + other.unverified,
+            absent=self.absent + other.absent,
         )
 
     def describe(self, folder: Path) -> str:
@@ -113,9 +117,10 @@ class _Verification:
                 "  verified: logprobs of every sampled id, rows, advantages, loss, gradient norm and weights of these "
                 f"steps{also}"
             )
+        lines += [f"  not compared: {each} in {RECIPE_FILE}, because it is not there" for each in self.absent]
         lines.append(
-            "  not claimed: that ids were drawn with their seeds, that environments gave these rewards, that ids are "
-            "the rendering of the messages, texts, statuses, finish reasons, parts of rewards, evaluations, times"
+            "  not claimed: that ids were drawn with their seeds, that environments gave these rewards and messages, "
+            "parts of rewards, why a rollout failed, what agents' sessions say, evaluations, times"
         )
         if self.differences:
             lines.append(
@@ -189,10 +194,28 @@ def verify_run(folder: Path, *, model: str | None = None, num_processes: int = 1
     if run.num_claimed > run.num_steps:
         steps = _name_steps(run.num_steps, run.num_claimed)
         unverified.append(f"{steps}: no file has them, and the run has finished with loop.num_steps {run.num_claimed}")
-    whole = _Verification(num_steps=run.num_claimed, unverified=tuple(unverified))
+    changed, absent = _compare_files(folder)
+    whole = _Verification(
+        num_steps=run.num_claimed, unverified=tuple(unverified), differences=tuple(changed), absent=tuple(absent)
+    )
     for each in found:
         whole = whole.merge(each)
     return replace(whole, unverified=(*whole.unverified, *_find_unverified_models(run, whole.compared)))
+
+
+def _compare_files(folder: Path) -> tuple[list[str], list[str]]:
+    """The files of a run's recipe that have other digests than it has recorded, and the names of those that are gone.
+
+    What the user has given another file on purpose has null for its digest.
+    """
+    stored = read_recipe(folder)
+    again = digest_files(stored.settings, code=stored.code)
+    changed = [
+        f"{RECIPE_FILE}: files: {name} is {digest!r}, and that of the file that is there {again[name]!r}"
+        for name, digest in sorted(stored.files.items())
+        if digest is not None and again.get(name, digest) != digest
+    ]
+    return changed, sorted(name for name, digest in stored.files.items() if digest is not None and name not in again)
 
 
 def _find_unverified_models(run: _Run, compared: Sequence[str]) -> Iterator[str]:
@@ -383,13 +406,23 @@ async def _replay(run: _Run, start: int, stop: int) -> _Verification:
     config = run.config
     with tempfile.TemporaryDirectory(prefix="unbroken-verify-") as name:
         own = replace(config, output=Path(name))
-        async with open_pair(own, run.source) as (_, trainer):
+        async with open_pair(own, run.source) as (opened, trainer):
             steps = _RecordedSteps(run, start, stop)
-            comparison = _Comparison(run=run, trainer=trainer, steps=steps, scratch=Path(name), start=start)
+            conversations = ConversationCheck(
+                renderer=load_model_renderer(run.source, config.renderer, config.rollouts.sampling),
+                config=config.rollouts,
+                context_length=opened.engine.context_length,
+                is_of_policies=config.policies is not None,
+            )
+            comparison = _Comparison(
+                run=run, trainer=trainer, steps=steps, conversations=conversations, scratch=Path(name), start=start
+            )
             checkpoints = _ComparedCheckpoints(run, comparison, start)
+            # A run may have gone on after steps that trained nothing, with another limit of them (`may_change`), and
+            # its files say how far it came.
             loop = replace(config.chosen_loop, num_steps=stop, max_empty_steps=None)
             try:
-                opened = open_steps(
+                made = open_steps(
                     steps,
                     trainer=trainer,
                     publisher=None,
@@ -398,7 +431,7 @@ async def _replay(run: _Run, start: int, stop: int) -> _Verification:
                     observer=comparison,
                     checkpoints=checkpoints,
                 )
-                async with opened as again:
+                async with made as again:
                     await again.run()
             except _DifferenceError as error:
                 comparison.differences += error.found
@@ -470,6 +503,7 @@ class _Comparison(RunObserver):
     run: _Run
     trainer: Trainer
     steps: _RecordedSteps
+    conversations: ConversationCheck
     scratch: Path
     start: int
     step: int = field(init=False)
@@ -502,15 +536,35 @@ class _Comparison(RunObserver):
         again.path.unlink()
         if not rollouts.is_trained:
             again = replace(again, head={**again.head, "weights": None})
-        chosen = (
-            choose_scored(rollouts.groups, self.run.config.rollout_log.scored_groups) if rollouts.is_trained else ()
-        )
-        scored = {member.trajectory_id for group in chosen for member in group.trajectories}
         # Settings are compared with turns that were found to be whole: a damaged file may lack what is read there.
-        found = [*_compare_steps(recorded, again, scored)] or [*_compare_settings(recorded, self.run.config.rollouts)]
+        found = [*_compare_steps(recorded, again, self._list_scored(rollouts))] or [
+            *_compare_settings(recorded, self.run.config.rollouts)
+        ]
+        found = found or await asyncio.to_thread(self._compare_conversations, recorded, rollouts)
         if found:
             raise _DifferenceError([f"step {rollouts.step}: {recorded.path.name}: {each}" for each in found])
         self.num_ids += sum(len(row["rollout_logprobs"]) for record in again.records for row in record["rows"])
+
+    def _list_scored(self, rollouts: StepRollouts) -> Set[str]:
+        """The trajectories whose rows the run has scored."""
+        number = self.run.config.rollout_log.scored_groups
+        chosen = choose_scored(rollouts.groups, number) if rollouts.is_trained else ()
+        return {member.trajectory_id for group in chosen for member in group.trajectories}
+
+    def _compare_conversations(self, recorded: RecordedStep, rollouts: StepRollouts) -> list[str]:
+        """Where messages, statuses and limits are other than ids say that were found to be the run's."""
+        by_name = {member.trajectory_id: member for group in rollouts.groups for member in group.trajectories}
+        found = []
+        for record in recorded.records:
+            name = f"trajectory {record['trajectory']}"
+            try:
+                others = [*self.conversations.find_differences(record, by_name[record["trajectory"]])]
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                others = [f" must have a whole record: {type(error).__name__}: {error}"]
+            except UnbrokenError as error:  # the template refuses its messages
+                others = [f": {error}"]
+            found += [f"{name}{each}" for each in others]
+        return found
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Compare the step's metrics with its line in `metrics.jsonl`."""
@@ -523,7 +577,7 @@ class _Comparison(RunObserver):
 
     async def after_step(self, num_steps: int) -> None:
         """Compare the models that the run has written after this step."""
-        if num_steps > self.start:
+        if num_steps > self.start:  # the step before is ended again, and the part before has compared its models
             await asyncio.to_thread(self._compare_models, num_steps)
 
     def _compare_models(self, num_steps: int) -> None:
@@ -592,17 +646,29 @@ class _ComparedCheckpoints(Checkpoints):
         """Compare the checkpoint with the trainer and with the loop's own numbers."""
         folder = self._found[last.num_steps]
         found = [each for each in (trainer.find_difference(folder),) if each is not None]
-        for own in [folder] if self._policies is None else [folder / name for name in self._policies.names]:
+        caller, first = self._read_caller(), next(iter(self._found.values()))
+        for own in self._list_own(folder):
             extra = read_state(own).state.processes[0].get("extra", {})
             if extra.get("num_steps") != last.num_steps:
                 found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
             if extra.get("groups") != last.groups:
                 found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
+            if extra.get("caller") != caller:
+                found.append(f"caller is {extra.get('caller')}, and in checkpoints/{first.name} {caller}")
             found += compare_metrics(extra.get("metrics", {}), last.metrics)
         if found:
             step = last.num_steps - 1
             raise _DifferenceError([f"step {step}: checkpoints/{folder.name}: {each}" for each in found])
         self._comparison.compared.append(f"checkpoints/{folder.name}")
+
+    def _list_own(self, folder: Path) -> list[Path]:
+        """The folders of a checkpoint, one for each policy."""
+        return [folder] if self._policies is None else [folder / name for name in self._policies.names]
+
+    def _read_caller(self) -> Any:
+        """What the first checkpoint says of its caller: where problems come from, which a run never changes."""
+        first = self._list_own(next(iter(self._found.values())))[0]
+        return read_state(first, verifies_files=False).state.processes[0].get("extra", {}).get("caller")
 
 
 def _list_folder(folder: Path) -> list[Path]:
@@ -666,10 +732,20 @@ def _compare_sampling(record: Mapping[str, Any], config: RolloutConfig) -> Itera
                 f"turn {number}: num_sampled is {turn['num_sampled']}, more than rollouts.sampling.max_tokens, which "
                 f"is {sampling.max_tokens}"
             )
-        controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
-        for name in _OF_SAMPLING:
-            if (value := getattr(controls, name)) != (given := getattr(sampling, name)):
-                yield f"turn {number}: {name} is {_quote(value)}, and by rollouts.sampling {_quote(given)}"
+        yield from (f"turn {number}: {found}" for found in _compare_controls(record, turn, sampling))
+
+
+def _compare_controls(record: Mapping[str, Any], turn: Mapping[str, Any], sampling: SamplingParams) -> Iterator[str]:
+    """What changed the logits of a turn otherwise than the recipe says."""
+    controls = LogitControls.from_json(turn.get("controls") or {}) or LogitControls()
+    left_out: Sequence[str] = ()
+    if controls.min_tokens == 0 and any("messages" in row for row in record["rows"]):
+        # The agent of a session may ask for a turn that no id ends (`ignore_eos`): `min_tokens` forbids nothing then.
+        left_out = ("min_tokens",)
+    for name in _OF_SAMPLING:
+        value, given = getattr(controls, name), getattr(sampling, name)
+        if value != given and name not in left_out:
+            yield f"{name} is {_quote(value)}, and by rollouts.sampling {_quote(given)}"
 
 
 def _compare_records(record: Mapping[str, Any], again: Mapping[str, Any], is_scored: bool) -> Iterator[str]:
@@ -702,7 +778,7 @@ def _number_nodes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _compare_rows(row: Mapping[str, Any], again: Mapping[str, Any], *, is_scored: bool) -> Iterator[str]:
     """What differs in a row, and the first id whose logprob is not that of the weights."""
     sampled, computed = row["rollout_logprobs"], again["trainer_logprobs"]
-    for place, own, other in zip(find_sampled(again), sampled, computed, strict=False):
+    for place, own, other in zip(find_sampled(again), sampled, computed, strict=False):  # other lengths differ below
         if own != other:
             yield (
                 f"position {place}, id {row['token_ids'][place]}: its logprob is {own!r}, and {other!r} by the weights "

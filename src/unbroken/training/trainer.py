@@ -391,9 +391,13 @@ class Trainer:
         theirs = mine.get("numerics")  # None in a checkpoint that was written before it was said there
         if self._config.numerics is Numerics.EXACT and theirs != Numerics.EXACT:
             # The other way round the run claims no equal bits any more.
-            where = f"with {folder}, which does not say its own" if theirs is None else f"as in {folder}"
+            known = (
+                "does not say with which numerics it was trained" if theirs is None else f"was trained with {theirs}"
+            )
             raise InvalidInputError(
-                f"numerics must be {Numerics.FAST} {where}, got exact: the steps before it have no such proof"
+                f"numerics must be {Numerics.FAST} to continue from {folder}, which {known}, got exact: nothing proves "
+                'the bits of the steps before it. Continue with trainer.numerics = "fast", or begin a run with exact '
+                "ones in another output folder"
             )
         self._rng.bit_generator.state = mine["rng"]
         if self._config.entropy_control is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from unbroken.runs.chosen_numerics import (
 )
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineKind, RunConfig
-from unbroken.runs.folder import claim_folder
+from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.recipe import Recipe, Task, load_recipe
 from unbroken.runs.settings import build, describe, section_of
 from unbroken.runs.training import run_without_training, train_model
@@ -97,6 +98,10 @@ def test_a_model_that_was_not_seen_to_have_the_same_bits_is_named(model_config, 
         ({"engine__options": ("--dtype=bfloat16",)}, None),
         ({"engine__options": ("--dtype", "float16")}, "engine.options --dtype float16"),
         ({"engine__options": ("--dtype=float32",)}, "engine.options --dtype float32"),
+        ({"engine__options": ("-tp", "2")}, "engine.options -tp"),
+        ({"engine__options": ("--max-model-len", "1024", "-q=fp8")}, "engine.options -q"),
+        ({"engine__options": ("-O3",)}, "engine.options -O3"),
+        ({"engine__options": ("--max-model-len", "-1")}, None),
         ({"engine__options": ("--dtype",)}, "engine.options --dtype"),
         ({"engine__options": ("--dtype", "--max-model-len", "3")}, "engine.options --dtype"),
         ({"teacher__models": ("a",)}, "teacher.models"),
@@ -180,13 +185,20 @@ def test_an_evaluation_is_fast_for_its_engine_knows_no_auto_and_no_trainer(tmp_p
     assert seen == [Numerics.FAST]
 
 
-async def test_a_script_makes_its_folder_and_continues_with_the_numerics_of_its_checkpoint(tmp_path, monkeypatch):
+async def test_a_script_makes_its_folder_alone_and_continues_with_the_numerics_of_its_checkpoint(tmp_path, monkeypatch):
     """A script claims no folder, so there is no recipe.json that says them."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     recipe, output = load_recipe(Path(letters_recipe.__file__)), tmp_path / "runs" / "letters"
     own = [f"--output={output}", f"--model={save_tiny_model(tmp_path / 'model')}", "--rollouts.group-size=2"]
     own += ["--loop.num-steps=1", "--rollouts.sampling.max-tokens=4"]
     exact, auto = (recipe.configure([*own, f"--trainer.numerics={name}"]) for name in ("exact", "auto"))
+    with (
+        lock_folder(output),
+        pytest.raises(
+            InvalidInputError, match=rf"no other run writes into, and process {os.getpid()} on .* wait for its"
+        ),
+    ):
+        await train_model(exact, await recipe.make_task(exact))
     await train_model(exact, await recipe.make_task(exact))
     assert not (output / "recipe.json").exists()
     assert choose_numerics(auto) == (exact, "numerics: exact (as the run in this folder began)")
@@ -197,11 +209,13 @@ async def test_a_script_makes_its_folder_and_continues_with_the_numerics_of_its_
     known = state.read_text()
     state.write_text(json.dumps(whole))
     assert choose_numerics(auto)[1] == "numerics: fast (exact is slower on a CPU)"
-    with pytest.raises(InvalidInputError, match=r"numerics must be fast with .*-00000001, which does not say its own"):
+    with pytest.raises(
+        InvalidInputError, match=r"numerics must be fast to .*-00000001, which does not say .*Continue with"
+    ):
         await train_model(exact, await recipe.make_task(exact))
 
     state.write_text(known.replace('"numerics": "exact"', '"numerics": "fast"'))
-    with pytest.raises(InvalidInputError, match=r"numerics must be fast as in .*step-00000001, got exact"):
+    with pytest.raises(InvalidInputError, match=r"-00000001, which was trained with fast, got exact: .* Continue with"):
         await train_model(exact, await recipe.make_task(exact))
 
     for damaged in ("{}", "", json.dumps({**whole, "processes": ["x"]})):

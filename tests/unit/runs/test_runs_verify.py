@@ -251,6 +251,18 @@ def remove_extra_of_a_checkpoint(run: Path) -> None:
     edit_json(run / "checkpoints" / "step-00000004" / "state.json", lambda state: state["processes"][0].pop("extra"))
 
 
+def change_caller_of_a_checkpoint(run: Path) -> None:
+    def edit(state: Any) -> None:
+        state["processes"][0]["extra"]["caller"]["source"] = "other.jsonl"
+
+    edit_json(run / "checkpoints" / "step-00000002" / "state.json", edit)
+
+
+def change_digest_of_the_code(run: Path) -> None:
+    name = f"the SHA-256 of {RECIPE.name}, the recipe's code"
+    edit_json(run / "recipe.json", lambda recipe: recipe["files"].__setitem__(name, "0" * 64))
+
+
 def add_to_a_segment(run: Path) -> None:
     edit_lines(rollouts_of(run), lambda lines: row_of(lines)["segments"][-1].__setitem__("mine", 1))
 
@@ -292,6 +304,11 @@ PLANTED = [
     (remove_extra_of_a_checkpoint, "step 3: checkpoints/step-00000004: num_steps is None, and here 4"),
     (add_to_a_segment, OF_ROW + "segments is "),
     (change_number_of_sampled_ids, ": num_sampled of its turns is [9], and computed again [8]"),
+    (change_caller_of_a_checkpoint, "step 1: checkpoints/step-00000002: caller is {'source': 'other.jsonl'}, and in "),
+    (
+        change_digest_of_the_code,
+        f"differs: recipe.json: files: the SHA-256 of {RECIPE.name}, the recipe's code is '000",
+    ),
     (change_checksum, "step 2: step-00000002.rank-0.jsonl.gz: weights is "),
 ]
 
@@ -363,6 +380,22 @@ def test_a_recipe_that_does_not_say_how_its_rollouts_were_sampled_is_a_differenc
     assert (status, said in report) == (1, True), report
 
 
+def test_a_turn_of_an_agent_that_no_id_ends_has_no_min_tokens(run, capsys):
+    """It asked for that (`ignore_eos`), and nothing is forbidden without ids that end a turn: the record has 0."""
+    edit_json(run / "recipe.json", lambda recipe: recipe["settings"].update({"rollouts.sampling.min_tokens": 2}))
+    status, report = verify(capsys, run)
+    assert (status, "turn 0: min_tokens is 0, and by rollouts.sampling 2" in report) == (1, True), report
+
+    def give_rows_messages_of_their_own(lines: list[Any]) -> None:
+        for record in lines[2:]:
+            record["rows"][0]["messages"] = [0, 1]  # as those of a session have
+
+    for step in range(4):
+        edit_lines(rollouts_of(run, step), give_rows_messages_of_their_own)
+    status, report = verify(capsys, run)
+    assert status == 0, report
+
+
 def test_a_group_that_a_recipes_code_made_smaller_is_no_difference(run, capsys):
     """`Problems.score` may leave rollouts out."""
     edit_json(run / "recipe.json", lambda recipe: recipe["settings"].update({"rollouts.group_size": 5}))
@@ -385,6 +418,18 @@ def test_each_planted_change_is_found_and_named(run, capsys, change, said):
     status, report = verify(capsys, run)
     assert (status, said in report) == (1, True), report
     assert "NOT VERIFIED" in report
+
+
+def test_a_file_that_is_gone_is_said_and_one_that_may_be_another_is_none(run, capsys):
+    """Neither is a difference."""
+
+    def edit(recipe: Any) -> None:
+        recipe["files"] = dict.fromkeys(recipe["files"], None) | {"the SHA-256 of gone.jsonl": "0" * 64}
+
+    edit_json(run / "recipe.json", edit)
+    status, report = verify(capsys, run)
+    assert status == 0, report
+    assert "  not compared: the SHA-256 of gone.jsonl in recipe.json, because it is not there" in report
 
 
 def test_a_model_that_no_step_was_compared_with_is_not_verified(run, capsys):

@@ -59,7 +59,7 @@ TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationData:
+class _EvaluationData:
     """A data set to evaluate on."""
 
     name: str = DEFAULT_SET
@@ -82,7 +82,7 @@ class Config(RunConfig):
     """The model's folder or its name on the hub."""
     data: DataConfig | None = None
     """May be left out with an environment that makes its own problems."""
-    evaluation_sets: tuple[EvaluationData, ...] = ()
+    evaluation_sets: tuple[_EvaluationData, ...] = ()
     """Data sets to evaluate on, each with a name and its own number of problems, samples and sampling parameters;
     without any, the first problems of `data`."""
     rewards: tuple[RewardConfig, ...] = ()

@@ -256,6 +256,13 @@ def test_what_is_wrong_on_the_command_line_is_named(words, message):
         ("sed = 3", r"recipe.toml: sed must be a field of the recipe: did you mean seed\?"),
         ("trainer.optimizer.lr = 3", r"recipe.toml: trainer.optimizer.lr must be a field of the recipe"),
         ("[trainer.optimiser]\nbetas = 3", r"toml: trainer.optimiser must be a section .* mean trainer.optimizer\? \("),
+        (
+            "[trainer]\noptimiser = 3",
+            r"toml: trainer.optimiser must be a field of the recipe: trainer has no field optimiser, and "
+            r"trainer.optimizer is a section, with the fields name, ",
+        ),
+        ("optimiser = 3", r"toml: optimiser must .*: the recipe has no field optimiser, and trainer.optimizer is a se"),
+        ("[trainer]\nnum_minibatch = 3", r"num_minibatch must .*: did you mean trainer.num_minibatches or "),
         ("[optimizer]\nbetas = 3", r"toml: optimizer must be a section .* mean trainer.optimizer\? \("),
         ("[[part]]\nweight = 2", r"toml: part must be a section of the recipe: did you mean parts\? \("),
         ("[extra.optimizer]\nbetas = 3", r"toml: extra.optimizer must be a section .* mean trainer.optimizer\? \("),
