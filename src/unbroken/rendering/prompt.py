@@ -24,13 +24,7 @@ from unbroken.messages import (
 )
 from unbroken.rendering.base import RenderedPrompt
 from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.encoding.marks import (
-    Span,
-    find_outside_strings,
-    mark_messages,
-    mark_suspicious_strings,
-    remove_marks,
-)
+from unbroken.rendering.encoding.marks import Marks, Span, find_outside_strings
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import MessageImage, PlaceholderError, find_placeholder, load_images, place_images
 from unbroken.rendering.message_format import MessageFormat
@@ -219,16 +213,17 @@ class PromptRenderer:
         add_generation_prompt: bool,
     ) -> list[Span] | None:
         """Find the text from outside in `text`; None if the template treats marked text differently."""
-        may_forge = self._encoder.may_forge
+        may_forge, marks = self._encoder.may_forge, Marks.absent_from(text, messages)
         try:
             marked = self._template.render(
-                mark_messages(messages, may_forge),
-                tools=mark_suspicious_strings(tools, may_forge),
+                marks.mark_messages(messages, may_forge),
+                tools=marks.mark_suspicious_strings(tools, may_forge),
                 add_generation_prompt=add_generation_prompt,
             )
         except TemplateError:
             return None
-        return _read_marks(marked, text)
+        read = marks.remove(marked)
+        return read[1] if read is not None and read[0] == text else None
 
     def _check_harmless(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> None:
         for string in find_outside_strings(messages, tools):
@@ -252,12 +247,6 @@ def _check_roles_are_written(messages: Sequence[Message], spans: Sequence[Span])
                 f"messages[{position}].role must be one that the template writes, got {message['role']!r}: it leaves "
                 f"the message out. Usual roles are {sorted(_ALWAYS_WRITTEN)}"
             )
-
-
-def _read_marks(marked: str, plain: str) -> list[Span] | None:
-    """Find the spans of marked text in `plain`, in order; None if the template treated marked text differently."""
-    read = remove_marks(marked)
-    return read[1] if read is not None and read[0] == plain else None
 
 
 def _describe_left_out_images(
