@@ -270,6 +270,26 @@ class GlueFinder:
 
     def _cut_marked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]] | None:
         """The glue and its spans, from a rendering with marks; None if they do not show that it is right."""
+        if (read := self._read_marked(conversation)) is None:
+            return None
+        turn, cut, spans = read
+        if self._explain_difference(conversation, real, cut.before, cut.glue) is not None:
+            return None
+        shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
+        expected = [index for index, message in enumerate(conversation.new) for _ in _list_words([message])]
+        if not stand_once(shown, expected, conversation.new):
+            return None
+        if any(self._encoder.has_control(cut.glue[span.start : span.stop]) for span in spans):
+            marks = replace(conversation.marks, split=self._encoder.split_control)
+            again = self._read_marked(replace(conversation, marks=marks))
+            if again is None or again[1].glue != cut.glue:
+                return None
+        if len(shown) < len(_list_texts(conversation.new)):  # a blank text has no mark
+            self._check_each_stands_once(conversation, turn, real, cut.glue)
+        return cut, spans
+
+    def _read_marked(self, conversation: _Conversation) -> tuple[dict[str, Any], _Cut, list[Span]] | None:
+        """The marked turn, the rendering with marks, cut, and the spans of its glue; None if they cannot be read."""
         may_forge, marks = self._encoder.may_forge, conversation.marks
         turn, new = self._mark_calls(conversation), marks.mark_messages(conversation.new, may_forge)
         try:
@@ -279,18 +299,8 @@ class GlueFinder:
             cut = self._cut(marked, conversation)
         except (TemplateError, BridgeRefusedError):
             return None
-        if (read := marks.remove(cut.glue)) is None:
-            return None
-        glue, spans = read
-        if self._explain_difference(conversation, real, cut.before, glue) is not None:
-            return None
-        shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
-        expected = [index for index, message in enumerate(conversation.new) for _ in _list_words([message])]
-        if not stand_once(shown, expected, conversation.new):
-            return None
-        if len(shown) < len(_list_texts(conversation.new)):  # a blank text has no mark
-            self._check_each_stands_once(conversation, turn, real, glue)
-        return replace(cut, glue=glue), spans
+        read = marks.remove(cut.glue)
+        return None if read is None else (turn, replace(cut, glue=read[0]), read[1])
 
     def _mark_calls(self, conversation: _Conversation) -> dict[str, Any]:
         """The turn with marks around the names and ids of calls that may forge: headers of results may quote them."""

@@ -3,7 +3,8 @@ r"""Finds the messages' own text in a rendered prompt, by rendering the messages
 A mark is two private-use characters around a text; the first one encodes the message's index. They are characters that
 the first rendering does not have: terminals and web pages print icons that are such characters, too. If the second
 rendering without its marks equals the first one, every mark is exact. A template that cuts, compares or rewrites text
-renders something else: then there is no result.
+renders something else: then there is no result. One that cuts a text at `</think>` may write a `</think>` of its own in
+its place: a text that spells control tokens is marked once more, in pieces that are cut inside each of them.
 
     plain   <|im_start|>user\nhi<|im_end|>        marked  <|im_start|>user\n(0)hi(/)<|im_end|>      span [17, 19) of 0
 """
@@ -42,6 +43,8 @@ class Span:
 class Marks:
     """Marks around the texts of some messages, as characters that a text does not have."""
 
+    split: Callable[[str], list[str]] = lambda text: [text]
+    """Cuts a content or reasoning into pieces, of which each is marked."""
     first: int
     """The character that opens a mark of `OUTSIDE_INDEX`; those of the messages follow."""
     number: int
@@ -109,7 +112,7 @@ class Marks:
         if key == "content" and isinstance(value, list):
             return [self._mark_part(part, index, is_suspicious) for part in value]
         if key == "content" or "reasoning" in key or "thinking" in key:
-            return _map_strings(value, lambda text: self._mark(text, index))
+            return _map_strings(value, lambda text: self._mark(text, index, self.split))
         if key == "tool_calls" and value:
             return [self._mark_call(call, index, is_suspicious) for call in value]
         # Templates compare roles: a mark around one that they know would change what they write.
@@ -123,17 +126,18 @@ class Marks:
     def _mark_part(self, part: Mapping[str, Any], index: int, is_suspicious: Callable[[str], bool]) -> dict[str, Any]:
         marked: dict[str, Any] = {**self.mark_suspicious_strings(dict(part), is_suspicious), "type": part["type"]}
         if isinstance(part.get("text"), str):
-            marked["text"] = self._mark(part["text"], index)
+            marked["text"] = self._mark(part["text"], index, self.split)
         return marked
 
-    def _mark(self, text: str, index: int) -> str:
+    def _mark(self, text: str, index: int, split: Callable[[str], list[str]] | None = None) -> str:
         """Put marks around the text without its outer white space, so that templates that trim keep them."""
         core = text.strip()
         if not core:
             return text
         start = text.index(core)
         opening = chr(self.first + (0 if index == OUTSIDE_INDEX else index + 1))
-        return f"{text[:start]}{opening}{core}{self.closing}{text[start + len(core) :]}"
+        marked = "".join(f"{opening}{piece}{self.closing}" for piece in ([core] if split is None else split(core)))
+        return f"{text[:start]}{marked}{text[start + len(core) :]}"
 
 
 @functools.lru_cache(maxsize=256)
