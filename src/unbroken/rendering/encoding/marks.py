@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unbroken.errors import TemplateError
 from unbroken.messages import KNOWN_ROLES, ToolSchema, iterate_strings
 
 _CLOSINGS = range(0xE000, 0xF900)
@@ -53,9 +54,15 @@ class Marks:
 
     @classmethod
     def absent_from(cls, text: str, messages: Sequence[Any]) -> Marks:
-        """Marks for these messages, of characters that are not in `text`; some that are, if it has nearly all."""
+        """Marks for these messages, of characters that are not in `text`; some that are, if it has nearly all.
+
+        Raises:
+            TemplateError: there are more messages than such characters.
+        """
         used = set() if text.isascii() else set(map(ord, _PRIVATE.findall(text)))
         number = 1 << max(6, len(messages).bit_length())
+        if number > len(_OPENINGS) + 2:
+            raise TemplateError(f"a conversation must have fewer than {2**17} messages, got {len(messages)}")
         blocks = (start for start in _OPENINGS[::number] if used.isdisjoint(range(start, start + number)))
         closing = next((code for code in _CLOSINGS if code not in used), _CLOSINGS[0])
         return cls(first=next(blocks, _OPENINGS[0]), number=number, closing=chr(closing))

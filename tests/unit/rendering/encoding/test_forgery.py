@@ -9,6 +9,7 @@ from support.conversations import FAMILIES
 from support.tokenizers import make_tokenizer, normalising
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.rendering.base import Bridge, RefusalReason
+from unbroken.rendering.encoding.marks import Marks
 from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
@@ -81,6 +82,12 @@ def test_i5_icons_and_text_that_spells_control_tokens_in_one_conversation_are_th
         tokenizer, bridge(renderer, tokenizer, TURN, [USER], []).bridge_ids
     )
     assert hostile["content"] in tokenizer.decode(outcome.bridge_ids)
+
+
+def test_i5_more_messages_than_there_are_marks_are_an_error_and_no_failure_of_the_server() -> None:
+    assert Marks.absent_from(ICONS, range(2**17 - 1)).number == 2**17
+    with pytest.raises(TemplateError, match="fewer than 131072 messages, got 131072"):
+        Marks.absent_from(ICONS, range(2**17))
 
 
 @pytest.mark.parametrize("content", ["hm</think>yes", "\n</think>\n\nyes", "yes </think>"])
