@@ -279,14 +279,19 @@ class GlueFinder:
         expected = [index for index, message in enumerate(conversation.new) for _ in _list_words([message])]
         if not stand_once(shown, expected, conversation.new):
             return None
-        if any(self._encoder.has_control(cut.glue[span.start : span.stop]) for span in spans):
-            marks = replace(conversation.marks, split=self._encoder.split_control)
-            again = self._read_marked(replace(conversation, marks=marks))
-            if again is None or again[1].glue != cut.glue:
-                return None
+        if self._cuts_texts(conversation, cut.glue, spans):
+            return None
         if len(shown) < len(_list_texts(conversation.new)):  # a blank text has no mark
             self._check_each_stands_once(conversation, turn, real, cut.glue)
         return cut, spans
+
+    def _cuts_texts(self, conversation: _Conversation, glue: str, spans: Sequence[Span]) -> bool:
+        """Whether the template cuts new messages at control tokens that they spell, and may write its own there."""
+        if not any(self._encoder.has_control(glue[span.start : span.stop]) for span in spans):
+            return False
+        marks = replace(conversation.marks, split=self._encoder.split_control)
+        read = self._read_marked(replace(conversation, marks=marks))
+        return read is None or read[1].glue != glue
 
     def _read_marked(self, conversation: _Conversation) -> tuple[dict[str, Any], _Cut, list[Span]] | None:
         """The marked turn, the rendering with marks, cut, and the spans of its glue; None if they cannot be read."""
