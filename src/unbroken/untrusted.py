@@ -16,6 +16,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 from unbroken.errors import InvalidInputError
@@ -33,6 +34,8 @@ MAX_TOKENIZER_BYTES = 200 << 20
 """Of a `tokenizer.json`."""
 MAX_KEYS_BYTES = 1 << 20
 """Of a file of keys."""
+_DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else 32 for byte in range(256))
+_LONG_INTEGER = re.compile(rb"(?<![.0-9])[0-9]{19}")
 MAX_DEPTH = 100
 """Lists and objects in each other. What walks them later is recursive, as JSON's own encoder is."""
 
@@ -56,6 +59,22 @@ def read_json(data: bytes | str, *, max_bytes: int, is_finite: bool = True) -> A
         raise InvalidInputError(f"it must be JSON: {type(error).__name__}: {error}") from None
     check_json(value, is_finite=is_finite)
     return value
+
+
+def parse_exactly(body: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """Parse JSON by `parse`, which is orjson's, but for integers beyond 64 bits, of which that makes floats.
+
+    Raises:
+        InvalidInputError: an integer has more digits than Python reads.
+    """
+    value = parse(body)
+    # The digits of a number are found ten times as fast once all are the same one.
+    if b"0" * 19 not in body.translate(_DIGITS) or _LONG_INTEGER.search(body) is None:
+        return value
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise InvalidInputError(f"an integer in JSON is too long: {error}") from None
 
 
 def count_opened(body: bytes) -> int:

@@ -35,6 +35,7 @@ from unbroken.errors import (
     UnknownSessionError,
 )
 from unbroken.types import EncodedImage, TokenIds
+from unbroken.untrusted import parse_exactly
 
 _T = TypeVar("_T")
 SAME = secrets.token_hex(16)
@@ -427,7 +428,7 @@ def _decode(content: bytes, echo: bytes) -> Any:
     if echo and (start := content.find(key)) >= 0 and content.startswith(echo, start):
         content = b"".join([content[:start], key, b'"', SAME.encode(), b'"', content[start + len(echo) :]])
     try:
-        return orjson.loads(content)
+        return parse_exactly(content, orjson.loads)
     except ValueError:  # in another encoding than UTF-8
         return json.loads(content)
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import marshal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
@@ -24,13 +24,7 @@ from unbroken.messages import (
 )
 from unbroken.rendering.base import RenderedPrompt
 from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.encoding.marks import (
-    Span,
-    find_outside_strings,
-    mark_messages,
-    mark_suspicious_strings,
-    remove_marks,
-)
+from unbroken.rendering.encoding.marks import Marks, Span, find_outside_strings
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import MessageImage, PlaceholderError, find_placeholder, load_images, place_images
 from unbroken.rendering.message_format import MessageFormat
@@ -219,16 +213,31 @@ class PromptRenderer:
         add_generation_prompt: bool,
     ) -> list[Span] | None:
         """Find the text from outside in `text`; None if the template treats marked text differently."""
+        marks = Marks.absent_from(text, messages)
+        render = functools.partial(self._render_marked, messages, tools, add_generation_prompt=add_generation_prompt)
+        spans = _read_marks(render(marks), text, marks)
+        if spans is None or not any(self._encoder.has_control(text[span.start : span.stop]) for span in spans):
+            return spans
+        marks = replace(marks, split=self._encoder.split_control)
+        return None if _read_marks(render(marks), text, marks) is None else spans
+
+    def _render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema],
+        marks: Marks,
+        *,
+        add_generation_prompt: bool,
+    ) -> str | None:
         may_forge = self._encoder.may_forge
         try:
-            marked = self._template.render(
-                mark_messages(messages, may_forge),
-                tools=mark_suspicious_strings(tools, may_forge),
+            return self._template.render(
+                marks.mark_messages(messages, may_forge),
+                tools=marks.mark_suspicious_strings(tools, may_forge),
                 add_generation_prompt=add_generation_prompt,
             )
         except TemplateError:
             return None
-        return _read_marks(marked, text)
 
     def _check_harmless(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> None:
         for string in find_outside_strings(messages, tools):
@@ -254,9 +263,9 @@ def _check_roles_are_written(messages: Sequence[Message], spans: Sequence[Span])
             )
 
 
-def _read_marks(marked: str, plain: str) -> list[Span] | None:
+def _read_marks(marked: str | None, plain: str, marks: Marks) -> list[Span] | None:
     """Find the spans of marked text in `plain`, in order; None if the template treated marked text differently."""
-    read = remove_marks(marked)
+    read = None if marked is None else marks.remove(marked)
     return read[1] if read is not None and read[0] == plain else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+import unbroken.server.http.known_bodies as known_bodies
 from support.dialects import (
     GEMINI,
     MESSAGES,
@@ -166,6 +168,35 @@ async def test_i1_an_agent_of_each_dialect_is_one_exact_row(
     (row,) = rows
     trained = [i for i, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used]
     assert trained == [one for reply in REPLIES for one in encode(reply)]
+
+
+HUGE = {"cell": 12345678901234567890123, "others": [-(2**63) - 1, 2**64, 1e22]}
+"""Integers beyond 64 bits, and a float as large, which is none."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("play", [play_messages, play_gemini])
+async def test_i1_integers_beyond_64_bits_in_a_call_come_and_go_as_the_model_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Any, stream: bool
+) -> None:
+    """Claude's and Gemini's dialects give arguments as JSON: their client has numbers, not the model's text."""
+    seen: list[Any] = []
+    call = f'<tool_call>\n{{"name": "look", "arguments": {json.dumps(HUGE)}}}\n</tool_call><|im_end|>'
+
+    def note(block: dict[str, Any]) -> bool:
+        seen.append(block.get("input") or block.get("functionCall", {}).get("args"))
+        return True
+
+    monkeypatch.setattr(known_bodies, "_MIN_BYTES", 0)
+    async with running_gateway(scripted(call, call, REPLIES[2]), tmp_path) as gateway:
+        created = await gateway.create(metadata=HUGE)
+        await play(gateway.agent(created), stream, note)
+        session = await gateway.look(created)
+        (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+    assert seen == [HUGE, HUGE]
+    assert (session["num_turns"], session["forks"], session["settings"]["metadata"]) == (3, [], HUGE)
+    assert "tolerances/argument_spelling" not in session["counters"]
+    assert sum(row["loss_mask"]) == sum(len(encode(reply)) for reply in (call, call, REPLIES[2]))
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, GEMINI])

@@ -59,12 +59,9 @@ from unbroken.rendering.bridge.turn_ends import BridgeRefusedError, TurnEnds
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.marks import (
     OUTSIDE_INDEX,
+    Marks,
     Span,
     find_outside_strings,
-    mark_messages,
-    mark_suspicious_strings,
-    remove_marks,
-    strip_marks,
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.message_format import MessageFormat, get_texts, says_something
@@ -102,6 +99,8 @@ class _Conversation:
     tools: Sequence[ToolSchema]
     sentinel_turn: dict[str, Any]
     sentinels: TurnSentinels
+    marks: Marks
+    """Of characters that the real conversation does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,14 +244,20 @@ class GlueFinder:
         real: str,
     ) -> _Found:
         """The glue in the text `real` of a conversation, found with sentinels that keep the shape of its turn."""
-        word = _choose_word("W", real)
+        word, marks = _choose_word("W", real), Marks.absent_from(real, new)
         calls: Sequence[Mapping[str, Any]] = (turn.get("tool_calls") or ()) if self._format.renders_calls else ()
         first_error: Exception | None = None
         # Sentinels made turns of another shape, and refused without cause: a call without arguments got one.
         for is_bare in (False, True) if may_change_shape(turn, calls) else (False,):
             sentinel_turn, sentinels = build_sentinel_turn(turn, word, calls=calls, is_bare=is_bare)
             conversation = _Conversation(
-                before=before, turn=turn, new=new, tools=tools, sentinel_turn=sentinel_turn, sentinels=sentinels
+                before=before,
+                turn=turn,
+                new=new,
+                tools=tools,
+                sentinel_turn=sentinel_turn,
+                sentinels=sentinels,
+                marks=marks,
             )
             try:
                 cut, spans = self._cut_marked(conversation, real) or self._cut_unmarked(conversation, real)
@@ -265,41 +270,57 @@ class GlueFinder:
 
     def _cut_marked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]] | None:
         """The glue and its spans, from a rendering with marks; None if they do not show that it is right."""
-        may_forge, turn = self._encoder.may_forge, self._mark_calls(conversation.sentinel_turn)
-        new = mark_messages(conversation.new, may_forge)
-        try:
-            marked = self._render(
-                [*conversation.before, turn, *new], tools=mark_suspicious_strings(conversation.tools, may_forge)
-            )
-            cut = self._cut(marked, conversation.sentinels)
-        except (TemplateError, BridgeRefusedError):
+        if (read := self._read_marked(conversation)) is None:
             return None
-        if (read := remove_marks(cut.glue)) is None:
-            return None
-        glue, spans = read
-        if self._explain_difference(conversation, real, cut.before, glue) is not None:
+        turn, cut, spans = read
+        if self._explain_difference(conversation, real, cut.before, cut.glue) is not None:
             return None
         shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
         expected = [index for index, message in enumerate(conversation.new) for _ in _list_words([message])]
         if not stand_once(shown, expected, conversation.new):
             return None
+        if self._cuts_texts(conversation, cut.glue, spans):
+            return None
         if len(shown) < len(_list_texts(conversation.new)):  # a blank text has no mark
-            self._check_each_stands_once(conversation, turn, real, glue)
-        return replace(cut, glue=glue), spans
+            self._check_each_stands_once(conversation, turn, real, cut.glue)
+        return cut, spans
 
-    def _mark_calls(self, turn: dict[str, Any]) -> dict[str, Any]:
+    def _cuts_texts(self, conversation: _Conversation, glue: str, spans: Sequence[Span]) -> bool:
+        """Whether the template cuts new messages at control tokens that they spell, and may write its own there."""
+        if not any(self._encoder.has_control(glue[span.start : span.stop]) for span in spans):
+            return False
+        marks = replace(conversation.marks, split=self._encoder.split_control)
+        read = self._read_marked(replace(conversation, marks=marks))
+        return read is None or read[1].glue != glue
+
+    def _read_marked(self, conversation: _Conversation) -> tuple[dict[str, Any], _Cut, list[Span]] | None:
+        """The marked turn, the rendering with marks, cut, and the spans of its glue; None if they cannot be read."""
+        may_forge, marks = self._encoder.may_forge, conversation.marks
+        turn, new = self._mark_calls(conversation), marks.mark_messages(conversation.new, may_forge)
+        try:
+            marked = self._render(
+                [*conversation.before, turn, *new], tools=marks.mark_suspicious_strings(conversation.tools, may_forge)
+            )
+            cut = self._cut(marked, conversation)
+        except (TemplateError, BridgeRefusedError):
+            return None
+        read = marks.remove(cut.glue)
+        return None if read is None else (turn, replace(cut, glue=read[0]), read[1])
+
+    def _mark_calls(self, conversation: _Conversation) -> dict[str, Any]:
         """The turn with marks around the names and ids of calls that may forge: headers of results may quote them."""
+        turn = conversation.sentinel_turn
         calls = turn.get("tool_calls")
         if not calls:
             return turn
-        named = mark_suspicious_strings(_remove_arguments(calls), self._encoder.may_forge)
+        named = conversation.marks.mark_suspicious_strings(_remove_arguments(calls), self._encoder.may_forge)
         return {**turn, "tool_calls": [_add_arguments(*pair) for pair in zip(named, calls, strict=True)]}
 
     def _cut_unmarked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]]:
         """The glue from a rendering of the new messages as they are. No text in it may forge a control token."""
         turn = conversation.sentinel_turn
         text = self._render([*conversation.before, turn, *conversation.new], tools=conversation.tools)
-        cut = self._cut(text, conversation.sentinels)
+        cut = self._cut(text, conversation)
         difference = self._explain_difference(conversation, real, cut.before, cut.glue)
         if difference is not None:
             raise BridgeRefusedError(RefusalReason.HISTORY_DEPENDENT, difference)
@@ -311,11 +332,12 @@ class GlueFinder:
         self._check_each_stands_once(conversation, turn, real, cut.glue)
         return cut, []
 
-    def _cut(self, text: str, sentinels: TurnSentinels) -> _Cut:
+    def _cut(self, text: str, conversation: _Conversation) -> _Cut:
         """Cut a text at the first token that ends a turn after the sentinels.
 
         Some templates leave out the text of a turn that has calls; its last call must be there.
         """
+        sentinels = conversation.sentinels
         # Each search reads the whole conversation: one for each sentinel.
         starts = {each: text.find(each) for each in sentinels.of_end}
         if starts[sentinels.of_end[0]] < 0:
@@ -327,7 +349,7 @@ class GlueFinder:
         before, glue = text[: match.start()], sentinels.remove_names(text[match.start() :])
         if sentinels.word in glue:
             raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "text of the turn stands after the end of the turn")
-        closing = remove_marks(text[text_stop : match.start()])
+        closing = conversation.marks.remove(text[text_stop : match.start()])
         if closing is None:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
         return _Cut(before=before, closing=closing[0].strip(), glue=glue, end_token=match.group())
@@ -391,7 +413,7 @@ class GlueFinder:
         # A template that moves an earlier message behind the turn keeps the glue, but has another message before it.
         # A turn that spells ends, or says nothing, has no beginning to compare.
         may_differ = num_own > 0 or not says_something(conversation.turn)
-        if num_more == 0 and not may_differ and not self._begins_like(real_before, before, own):
+        if num_more == 0 and not may_differ and not self._begins_like(real_before, before, own, conversation.marks):
             return f"another message is before it: ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
         if 0 <= num_more <= num_own:
             return None
@@ -400,10 +422,10 @@ class GlueFinder:
             f"itself spells {num_own}: it reads ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
         )
 
-    def _begins_like(self, real_before: str, before: str, own: Sequence[str]) -> bool:
+    def _begins_like(self, real_before: str, before: str, own: Sequence[str], marks: Marks) -> bool:
         """Whether the text after the last end of a turn begins with the same word, before the turn's `own` words."""
         last, real_last = (
-            strip_marks(text[max((text.rfind(end) + len(end) for end in self._end_tokens if end in text), default=0) :])
+            marks.strip(text[max((text.rfind(end) + len(end) for end in self._end_tokens if end in text), default=0) :])
             for text in (before, real_before)
         )
         header = last[: min(last.find(each) for each in own if each in last)].split(maxsplit=1)
@@ -432,7 +454,7 @@ class GlueFinder:
     ) -> None:
         probes = SentinelTexts(conversation.new, word, keeps_texts=keeps_texts)
         text = self._render([*conversation.before, turn, *probes.messages], tools=conversation.tools)
-        around, numbers = probes.split(self._cut(text, conversation.sentinels).glue)
+        around, numbers = probes.split(self._cut(text, conversation).glue)
         if not probes.stand_once(numbers):
             raise BridgeRefusedError(
                 RefusalReason.DROPS_MESSAGE,
@@ -476,7 +498,7 @@ class GlueFinder:
         pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))))
         before = [_replace_pattern(message, pattern, word) for message in conversation.before]
         messages = [*before, conversation.sentinel_turn, *conversation.new]
-        if self._cut(self._render(messages, tools=conversation.tools), conversation.sentinels).glue != glue:
+        if self._cut(self._render(messages, tools=conversation.tools), conversation).glue != glue:
             raise BridgeRefusedError(
                 RefusalReason.UNSAFE_TEXT,
                 f"a message before the turn has {min(spelled)!r} in it, and the text after the turn depends on that",
@@ -495,7 +517,7 @@ class GlueFinder:
             rest = iter(probes.messages)
             before = [each if each["role"] in self._may_move else next(rest) for each in conversation.before]
             text = self._render([*before, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
-            glue = self._cut(text, conversation.sentinels).glue
+            glue = self._cut(text, conversation).glue
             if any(name in glue for name in probes.names):
                 raise _moved_error()
             if glue == real_glue:

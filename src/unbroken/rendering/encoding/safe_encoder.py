@@ -134,6 +134,15 @@ class SafeEncoder:
         """Whether `text`, with other text around it, may become part of a control token and must be marked."""
         return self._may_forge(text) if len(text) <= _MAX_NAME else self._find_out_if_forgery(text)
 
+    def has_control(self, text: str) -> bool:
+        """Whether a control token stands in `text`."""
+        return next(self.control.find(text), None) is not None
+
+    def split_control(self, text: str) -> list[str]:
+        """Cut `text` inside each control token, behind its first character."""
+        cuts = [match.start + 1 for match in self.control.find(text) if match.stop > match.start + 1]
+        return [text[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(text)])]
+
     def _check_words(self, text: str, spans: Sequence[Span]) -> None:
         """Refuse a token that counts only as a separate word if text from outside next to it makes it part of one."""
         for word, span in itertools.product(self._rules.words, spans):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from unbroken import compact
 from unbroken.errors import InvalidInputError
 from unbroken.server.http.ignored import find_ignored, list_models
 from unbroken.types.arrays import MAX_DEPTH, is_deep
-from unbroken.untrusted import MAX_VALUES, count_opened, count_values
+from unbroken.untrusted import MAX_VALUES, count_opened, count_values, parse_exactly
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _IGNORED = "unbroken.ignored"
@@ -38,7 +39,21 @@ _MAX_NAME_LENGTH = 100
 
 def encode_json(value: Any) -> bytes:
     """Encode a value, numpy arrays in it included, as JSON. Numbers that are not finite become null."""
-    return orjson.dumps(value, option=_OPTIONS)
+    try:
+        return orjson.dumps(value, option=_OPTIONS)
+    except TypeError:  # an integer beyond 64 bits: a model may write one as the argument of a call
+        return json.dumps(_to_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _to_plain(value: Any) -> Any:
+    """The value as Python's own encoder takes it, and with null for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item) for item in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _to_plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -99,7 +114,7 @@ class _OrjsonRequest(Request):
         context, session_id = self.app.state.context, self.scope.get(SESSION)
         max_prompts = context.config.limits.max_prompts
         if body and self.scope.get(_IS_COMPACT):
-            self.value = _parse(body, lambda: compact.decode(body, parse=orjson.loads, max_arrays=max_prompts))
+            self.value = _parse(body, lambda: compact.decode(body, parse=_parse_numbers, max_arrays=max_prompts))
             _check_arrays(self.value)
         elif session_id is None:
             self.value = _parse_json(body)
@@ -113,7 +128,11 @@ class _OrjsonRequest(Request):
 
 
 def _parse_json(body: bytes) -> Any:
-    return _parse(body, lambda: orjson.loads(body) if body else None)
+    return _parse(body, lambda: _parse_numbers(body) if body else None)
+
+
+def _parse_numbers(text: bytes) -> Any:
+    return parse_exactly(text, orjson.loads)
 
 
 def _parse(body: bytes, parse: Callable[[], Any]) -> Any:

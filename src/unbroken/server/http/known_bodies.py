@@ -18,9 +18,10 @@ from typing import Any
 
 import orjson
 
+from unbroken.errors import InvalidInputError
 from unbroken.images.lru_cache import LruCache
 from unbroken.types.arrays import is_deep
-from unbroken.untrusted import bound_values, count_opened
+from unbroken.untrusted import bound_values, count_opened, parse_exactly
 
 _LISTS = (b'"messages"', b'"input"', b'"contents"')
 """The keys of conversations in the dialects' bodies."""
@@ -81,8 +82,8 @@ class KnownBodies:
             return None
         short = _stand_in(body, known.start, known.ends[-1])
         try:
-            value = orjson.loads(short)
-        except orjson.JSONDecodeError:
+            value = parse_exactly(short, orjson.loads)
+        except (orjson.JSONDecodeError, InvalidInputError):
             return None
         items = value.get(known.name) if isinstance(value, dict) else None
         is_small = known.num_values + bound_values(short, count_opened(short)) <= max_values

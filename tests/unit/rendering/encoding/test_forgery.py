@@ -9,6 +9,7 @@ from support.conversations import FAMILIES
 from support.tokenizers import make_tokenizer, normalising
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.rendering.base import Bridge, RefusalReason
+from unbroken.rendering.encoding.marks import Marks
 from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
@@ -61,15 +62,55 @@ def test_i5_an_unknown_token_that_the_vocabulary_lacks_opens_no_hole() -> None:
     assert control_ids(tokenizer, prompts[0]) == control_ids(tokenizer, prompts[1])
 
 
-@pytest.mark.parametrize(
-    ("template", "content"),
-    [("QWEN", "hi \ue000"), ("ASCII_SCHEMAS", "hi")],
-    ids=["a text with a mark in it", "a template that escapes marks"],
-)
-def test_i5_where_marks_fail_a_hostile_schema_is_an_error_and_a_benign_one_is_not(template: str, content: str) -> None:
-    tokenizer = make_tokenizer(getattr(templates, template), control_tokens=["<|object_ref_start|>"])
+ICONS = "".join(map(chr, [0xE000, 0xE0B0, 0xF8FF, *range(0xF0000, 0xF0200), 0xF1AF0, 0x100000, 0x10FFFD]))
+"""Characters of private use, of which marks consist: terminals print them as icons."""
+
+
+def test_i5_icons_and_text_that_spells_control_tokens_in_one_conversation_are_the_characters_that_they_are() -> None:
+    tokenizer = make_tokenizer(templates.QWEN)
     renderer = TemplateRenderer(tokenizer)
-    message: Any = {"role": "user", "content": content}
+    history: Any = [{"role": "user", "content": f"{ICONS} {FORGERY}"}, *called("search")]
+    prompt = renderer.render(history, tools=[tool(FORGERY), tool(ICONS)])
+    benign = renderer.render([USER, *history[1:]], tools=[tool(), tool()])
+    assert control_ids(tokenizer, prompt.token_ids) == control_ids(tokenizer, benign.token_ids)
+    assert tokenizer.decode(prompt.token_ids).count(ICONS) == 2
+
+    hostile = {"role": "user", "content": f"{FORGERY} {ICONS}"}
+    outcome = bridge(renderer, tokenizer, {"role": "assistant", "content": ICONS}, [hostile], [])
+    assert isinstance(outcome, Bridge), outcome
+    assert control_ids(tokenizer, outcome.bridge_ids) == control_ids(
+        tokenizer, bridge(renderer, tokenizer, TURN, [USER], []).bridge_ids
+    )
+    assert hostile["content"] in tokenizer.decode(outcome.bridge_ids)
+
+
+def test_i5_more_messages_than_there_are_marks_are_an_error_and_no_failure_of_the_server() -> None:
+    assert Marks.absent_from(ICONS, range(2**17 - 1)).number == 2**17
+    with pytest.raises(TemplateError, match="fewer than 131072 messages, got 131072"):
+        Marks.absent_from(ICONS, range(2**17))
+
+
+@pytest.mark.parametrize("content", ["hm</think>yes", "\n</think>\n\nyes", "yes </think>"])
+def test_i5_a_text_that_the_template_cuts_at_a_control_token_is_refused_and_its_own_token_is_never_text(
+    content: str,
+) -> None:
+    """The template writes its own `</think>` between the pieces, and so between their marks."""
+    cut = "message.content.split('</think>')"
+    template = templates.CHATML.replace(
+        "message.content", f"('<think>' + {cut}[0].strip() + '</think>' + {cut}[-1] if {cut}[1:] else message.content)"
+    )
+    tokenizer = make_tokenizer(template)
+    renderer = TemplateRenderer(tokenizer)
+    with pytest.raises(TemplateError, match="cuts or rewrites text"):
+        renderer.render([USER, {"role": "assistant", "content": content}, USER])
+    outcome = bridge(renderer, tokenizer, TURN, [{"role": "user", "content": content}], [])
+    assert outcome.reason is RefusalReason.UNSAFE_TEXT
+
+
+def test_i5_where_marks_fail_a_hostile_schema_is_an_error_and_a_benign_one_is_not() -> None:
+    tokenizer = make_tokenizer(templates.ASCII_SCHEMAS, control_tokens=["<|object_ref_start|>"])
+    renderer = TemplateRenderer(tokenizer)
+    message: Any = {"role": "user", "content": "hi"}
     benign = renderer.render([message], tools=[tool()])
     assert (
         benign.token_ids.tolist()

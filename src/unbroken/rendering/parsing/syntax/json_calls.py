@@ -10,19 +10,30 @@ from typing import Any, NoReturn
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallReader
+from unbroken.untrusted import check_json
 
 _BLANK = " \t\r\n"
 _VALUE_START = re.compile(r"[^ \t\r\n,;]")
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON value that can be written again: no NaN, `1e999` or half a surrogate pair. Raises `ValueError`."""
+    """Read a JSON value that can be written again (`check_writable`). Raises `ValueError`."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        _check_writable(value)
+        check_writable(value)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
+
+
+def check_writable(value: Any) -> None:
+    """Raise `ValueError` unless clients can read the value and send it back.
+
+    It has no NaN, `1e999`, integer of more than 308 digits or half a surrogate pair, and is not nested too deeply. A
+    session whose model repeated a digit until its turn was cut was refused from then on: its own call came back.
+    """
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    check_json(value)
 
 
 def find_json_values(text: str, start: int = 0) -> Iterator[tuple[Any, tuple[int, int]]]:
@@ -35,7 +46,7 @@ def find_json_values(text: str, start: int = 0) -> Iterator[tuple[Any, tuple[int
     while position < len(text) and text[position] != "]":
         try:
             value, stop = decoder.raw_decode(text, position)
-            _check_writable(value)
+            check_writable(value)
         except RecursionError:
             raise ValueError("nested too deeply") from None
         yield value, (position, stop)
@@ -133,10 +144,6 @@ def _find_next_value(text: str, position: int) -> int:
 
 def _get_first(call: dict[str, Any], keys: Sequence[str]) -> Any:
     return next((call[key] for key in keys if key in call), None)
-
-
-def _check_writable(value: Any) -> None:
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -11,7 +11,6 @@ In strings, newlines and backslashes that begin no escape are escaped, because m
 from __future__ import annotations
 
 import ast
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody
+from unbroken.rendering.parsing.syntax.json_calls import check_writable
 
 MAX_CHARS = 200_000
 """The limit, because `ast` needs hundreds of bytes for each character."""
@@ -63,7 +63,7 @@ def read_python_value(text: str) -> Any:
     """Read a literal as `repr` writes it. Raises `ValueError` for anything else, or what JSON does not have."""
     try:
         value = _read_value(_Source().parse(text.strip()))
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+        check_writable(value)
     except _InvalidError as error:
         raise ValueError(str(error)) from None
     return value
@@ -176,7 +176,7 @@ def _read_arguments(node: ast.Call, source: _Source) -> dict[str, Any]:
             raise _InvalidError(f"{key} is given twice", ToolCallStatus.INVALID_ARGUMENTS)
         arguments[key] = _read_value(keyword.value)
     try:
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-8")
+        check_writable(arguments)
     except ValueError:
         raise _InvalidError("a value that JSON does not have", ToolCallStatus.INVALID_ARGUMENTS) from None
     return arguments

@@ -48,7 +48,7 @@ STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"
         ("5", {"anyOf": [STRING, {"description": "anything"}]}, 5),
         *(
             (text, schema, text)
-            for text in ("NaN", "-Infinity", "1e999", '"\\ud800"', "[" * 5000)
+            for text in ("NaN", "-Infinity", "1e999", "9" * 309, '"\\ud800"', "[" * 101 + "]" * 101, "[" * 5000)
             for schema in (None, INTEGER)
         ),
         ("5", None, 5),

@@ -71,6 +71,7 @@ def test_calls_may_stand_on_lines_without_a_list(body: str) -> None:
         ("f(a={1: 2})", ToolCallStatus.INVALID_ARGUMENTS),
         ("f(a={**b})", ToolCallStatus.INVALID_ARGUMENTS),
         ("f(a=1e999)", ToolCallStatus.INVALID_ARGUMENTS),
+        (f"f(a={'9' * 309})", ToolCallStatus.INVALID_ARGUMENTS),
         ("f(a=1j)", ToolCallStatus.INVALID_ARGUMENTS),
         ("f(a=...)", ToolCallStatus.INVALID_ARGUMENTS),
         (r"f(a='\ud800')", ToolCallStatus.INVALID_ARGUMENTS),
