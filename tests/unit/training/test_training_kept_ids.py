@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.architectures import tiny_model
+from support.effort import num_cases
 from support.gradients import SUBTRACT_GRADIENT, pull, step_gradient
 from support.rows import unscored
 from unbroken.engines.transformers import TransformersEngine
@@ -127,7 +128,7 @@ def test_without_its_sets_the_same_rows_have_a_mismatch():
     assert step_metrics(make_trainer(sharp_model()).step(rows))["mismatch/max_abs"] > 0.1
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_cases(8, in_fuzz=150))
 @given(
     top_k=st.integers(0, 70),
     top_p=st.floats(0.05, 1.0),
