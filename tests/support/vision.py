@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import tempfile
@@ -23,6 +22,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+from support.models import copy_model
 from support.tokenizers import make_tokenizer
 from support.vision_template import PAD as PAD
 from support.vision_template import TEMPLATE as TEMPLATE
@@ -101,7 +101,7 @@ def load_processor(folder: Path) -> Any:
 
 def load_vision_model(folder: Path) -> Any:
     """A copy of a saved model, as a trainer has it: in float32 and evaluation mode."""
-    return copy.deepcopy(_load_model(folder, _stamp(folder)))
+    return copy_model(_load_model(folder, _stamp(folder)))
 
 
 @functools.lru_cache(4)
