@@ -82,8 +82,8 @@ coverage: $(ALL)  ## lines and branches that `make test` and then `make e2e` run
 	$(BIN)/python -m coverage report && exit $$status
 
 fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
-	OMP_NUM_THREADS=1 TEST_EFFORT=10 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 \
-		tests/property tests/unit/training/objective tests/unit/server/http/test_server_openapi.py
+	OMP_NUM_THREADS=1 TEST_EFFORT=10 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m "$(OF_TEST)" \
+		tests/property $$(grep -rl num_cases --include='test_*.py' tests/unit)
 
 $(VENV)/clients/%/.installed: tests/e2e/clients/requirements/%.txt
 	$(PYTHON) -m venv $(@D)

@@ -68,6 +68,10 @@ def pytest_collection_finish() -> None:
         from support.proofs import remember_proofs
 
         remember_proofs()
+    if "unbroken.rendering.template" in sys.modules:
+        from support.probes import remember_probes
+
+        remember_probes()
     gc.set_threshold(10_000, 20, 50)  # 700, 10, 10 before: it took a twentieth of the tests' time
     gc.enable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,28 +70,50 @@ class Subject:
             )
 
 
-def embedded(folder: Path, family: Family) -> Subject:
-    save_vision_model(folder / "0", family)
-    save_vision_model(folder / "1", family, seed=1)
-    processor = own_processor(folder / "0")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What the subjects of a family share."""
+
+    folder: Path
+    processor: Any
+    model: Any
+    other: Any
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Saved]:
+    @functools.cache
+    def make(family: Family) -> Saved:
+        folder, other = (
+            save_vision_model(tmp_path_factory.mktemp(f"{family}-{seed}"), family, seed=seed) for seed in (0, 1)
+        )
+        return Saved(
+            folder=folder,
+            processor=own_processor(folder),
+            model=load_vision_model(folder),
+            other=load_vision_model(other),
+        )
+
+    return make
+
+
+def embedded(of_family: Saved) -> Subject:
     engine = TransformersEngine(
-        load_vision_model(folder / "0"),
+        load_vision_model(of_family.folder),
         config=TransformersEngineConfig(max_batch=8, context_length=CONTEXT_LENGTH, max_prefill_tokens=48),
-        image_processor=processor,
+        image_processor=of_family.processor,
     )
-    return Subject(
-        engine=engine, processor=processor, model=load_vision_model(folder / "0"), other=load_vision_model(folder / "1")
-    )
+    return Subject(engine=engine, processor=of_family.processor, model=of_family.model, other=of_family.other)
 
 
 @pytest.fixture
-def qwen_subject(tmp_path: Path) -> Subject:
-    return embedded(tmp_path, "qwen2_5_vl")
+def qwen_subject(saved: Callable[[Family], Saved]) -> Subject:
+    return embedded(saved("qwen2_5_vl"))
 
 
 @pytest.fixture
-def llava_subject(tmp_path: Path) -> Subject:
-    return embedded(tmp_path, "llava")
+def llava_subject(saved: Callable[[Family], Saved]) -> Subject:
+    return embedded(saved("llava"))
 
 
 @pytest.fixture

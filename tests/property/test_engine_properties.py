@@ -102,7 +102,7 @@ async def sample(
     return [(await job.answer.future).sequences for job in jobs]
 
 
-@settings(max_examples=num_cases(16, in_fuzz=400), derandomize=True)
+@settings(max_examples=num_cases(10, in_fuzz=400), derandomize=True)
 @given(
     architecture=st.sampled_from(["qwen3", "gpt2"]),
     arrivals=arrivals_strategy,

@@ -72,7 +72,7 @@ def _spell_pairs(value: dict[str, Any]) -> list[str]:
 
 
 @given(bodies())
-@settings(max_examples=num_cases(100, in_fuzz=3000))
+@settings(max_examples=num_cases(50, in_fuzz=3000))
 def test_a_body_that_begins_like_the_last_one_has_the_value_of_the_whole(sent: list[bytes]) -> None:
     known = KnownBodies()
     for raw in [*sent, *sent[::-1]]:

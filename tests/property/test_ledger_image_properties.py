@@ -19,7 +19,7 @@ from unbroken.types import EncodedImage, ImageSpan
 
 FIRST_IMAGE_ID = 100
 """The ids of the k-th image of a tree are all 100 + k; those of text are less."""
-EXAMPLES = settings(max_examples=num_cases(100), derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(50, in_fuzz=1000), derandomize=True)
 
 
 @st.composite

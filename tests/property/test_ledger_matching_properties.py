@@ -15,7 +15,7 @@ from support.effort import num_cases
 from unbroken.ledger.forest import Forest, Match, TurnSettings, Walk
 from unbroken.ledger.matching import digest_json
 
-EXAMPLES = settings(max_examples=num_cases(300), derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(120, in_fuzz=3000), derandomize=True)
 TEXTS = ["a", " a", "", None]
 VALUES: list[Any] = [1, 1.0, True, "1"]
 """The first three are equal in Python; in JSON two are."""

@@ -14,7 +14,7 @@ from unbroken.ledger.nodes import Origin, Path, Position
 from unbroken.ledger.tree import TokenTree, export_samples
 from unbroken.types import NO_VERSION
 
-EXAMPLES = settings(max_examples=num_cases(130), derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(60, in_fuzz=1300), derandomize=True)
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 """Few different ids, so that branches often look alike."""
 

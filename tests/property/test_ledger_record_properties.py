@@ -16,7 +16,7 @@ from unbroken.ledger.store.tables import decode_message, decode_turn, encode_mes
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import FinishReason, SampledSequence, VersionSpan, token_ids
 
-EXAMPLES = settings(max_examples=num_cases(100), derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(50, in_fuzz=1000), derandomize=True)
 TEXT = st.text(st.characters(), max_size=8)
 """With NUL and halves of surrogate pairs."""
 NUMBER = st.integers(0, 2**31 - 1)

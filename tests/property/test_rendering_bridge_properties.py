@@ -45,8 +45,8 @@ MOVES = {
     "tools in last question": Family(templates.TOOLS_IN_LAST_QUESTION, has_calls=False),
 }
 SEEDS = st.integers(0, 2**32)
-MANY = settings(max_examples=num_cases(60), derandomize=True, database=None)
-SOME = settings(max_examples=num_cases(30), derandomize=True, database=None)
+MANY = settings(max_examples=num_cases(30, in_fuzz=600), derandomize=True, database=None)
+SOME = settings(max_examples=num_cases(15, in_fuzz=300), derandomize=True, database=None)
 FOREIGN = "<|endoftext|>"
 
 
@@ -119,6 +119,7 @@ def test_the_cases_hold_every_kind_of_ending_and_almost_all_can_be_compared() ->
             if isinstance(bridge, Bridge):
                 closings[bridge.closing] += 1
                 taken_back += bridge.num_taken_back
+            if isinstance(bridge, Bridge) and seed < 40:
                 outcomes[is_exact(renderer_and_tokenizer(name)[0], bridge, messages, TOOLS)] += 1
     assert all(closings[closing] >= 10 for closing in Closing), closings
     assert taken_back > 10

@@ -30,7 +30,7 @@ from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.template import TemplateRenderer
 
 SEEDS = st.integers(0, 2**32)
-MANY = settings(max_examples=num_cases(50), derandomize=True, database=None)
+MANY = settings(max_examples=num_cases(25, in_fuzz=500), derandomize=True, database=None)
 # Templates that write message text as it is. `qwen_thinking` cuts an assistant's text at `</think>`.
 OPAQUE = [name for name in FAMILIES if name != "qwen_thinking"]
 

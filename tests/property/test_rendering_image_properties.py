@@ -39,8 +39,8 @@ CONTENTS = TEXTS | PARTS
 LATER = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool", "system"]), CONTENTS), max_size=4)
 NEW = st.lists(st.tuples(st.sampled_from(["user", "tool"]), CONTENTS), min_size=1, max_size=2)
 TURN: Any = {"role": "assistant", "content": "Sure"}
-SOME = settings(max_examples=num_cases(30), derandomize=True, database=None)
-MANY = settings(max_examples=num_cases(70), derandomize=True, database=None)
+SOME = settings(max_examples=num_cases(15, in_fuzz=300), derandomize=True, database=None)
+MANY = settings(max_examples=num_cases(35, in_fuzz=700), derandomize=True, database=None)
 
 
 @functools.cache

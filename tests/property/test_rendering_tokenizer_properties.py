@@ -28,10 +28,10 @@ from unbroken.rendering.encoding.marks import Span
 from unbroken.rendering.template import TemplateRenderer
 
 TEMPLATES = ("qwen", "llama", "glm", "string_arguments")
-NUM_CONTENTS = num_cases(300)
+NUM_CONTENTS = num_cases(150, in_fuzz=3_000)
 """Random contents of each kind with each template: half of them benign, half hostile."""
-NUM_CONTENTS_OF_TEKKEN = num_cases(2_000)
-NUM_CONTENTS_OF_CORPUS = num_cases(150)
+NUM_CONTENTS_OF_TEKKEN = num_cases(1_000, in_fuzz=20_000)
+NUM_CONTENTS_OF_CORPUS = num_cases(75, in_fuzz=1_500)
 NUM_EXCHANGES = 10
 NUM_NEW = 3
 PER_CONVERSATION = 2 * NUM_EXCHANGES + 2 + NUM_NEW

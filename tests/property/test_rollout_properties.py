@@ -26,7 +26,7 @@ from unbroken.rollout.tools import ToolStatus
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import FinishReason, SamplingParams
 
-EXAMPLES = settings(max_examples=num_cases(100), derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(50, in_fuzz=1000), derandomize=True)
 
 TEXTS = st.sampled_from(["", "a", "hi", "42", "é", "\n"])
 ROLES = st.sampled_from(["user", "tool", "system"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.effort import num_cases
 from unbroken.rollout.tools import describe_function, find_problem
 
-ANY_CASE = settings(max_examples=num_cases(500), derandomize=True)
+ANY_CASE = settings(max_examples=num_cases(200, in_fuzz=5000), derandomize=True)
 
 HINTS = st.recursive(
     st.sampled_from([str, int, float, bool, None, Any, list, dict, Literal["a", 1], Literal[None, True]]),

@@ -48,7 +48,7 @@ def make_datum(rng: np.random.Generator, loss: str, length: int, width: int | No
     )
 
 
-@settings(max_examples=num_cases(25), derandomize=True)
+@settings(max_examples=num_cases(12, in_fuzz=250), derandomize=True)
 @given(
     loss=st.sampled_from(sorted(LOSSES)),
     shapes=st.lists(st.tuples(st.integers(1, 30), st.none() | st.integers(1, 4)), max_size=6),
@@ -72,7 +72,7 @@ def test_for_any_shapes_and_chunks_outputs_fit_and_sums_are_the_same(models, los
     assert find_norm(models) == pytest.approx(norm, rel=1e-3, abs=1e-4 * size)
 
 
-@settings(max_examples=num_cases(25), derandomize=True)
+@settings(max_examples=num_cases(12, in_fuzz=250), derandomize=True)
 @given(length=st.integers(1, 20), width=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
 def test_for_any_targets_a_sum_over_several_is_that_of_each_alone(models, length, width, seed):
     rng = np.random.default_rng(seed)

@@ -34,7 +34,7 @@ def trainers(vision) -> dict[int, Trainer]:
     }
 
 
-@settings(max_examples=num_cases(20), derandomize=True)
+@settings(max_examples=num_cases(10, in_fuzz=200), derandomize=True)
 @given(
     nums_images=st.lists(st.integers(0, 3), min_size=2, max_size=6),
     budget=st.sampled_from(BUDGETS),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -18,6 +17,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from support.models import copy_model
 
 VOCAB_SIZE = 64
 _SIZES = {
@@ -61,7 +62,7 @@ ARCHITECTURES = tuple(_CONFIGS)
 
 def tiny_model(architecture: str = "qwen3", *, seed: int = 0, attention: str = "sdpa", **changes: Any) -> Any:
     """A fresh copy of a two-layer model in float32 and evaluation mode; `changes` go into its config."""
-    return copy.deepcopy(_tiny_model(architecture, seed, attention, tuple(sorted(changes.items()))))
+    return copy_model(_tiny_model(architecture, seed, attention, tuple(sorted(changes.items()))))
 
 
 @functools.cache

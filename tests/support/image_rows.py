@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
 
-from support.vision import PAD, Family, load_processor, save_vision_model
+from support.vision import PAD, Family, load_processor, load_vision_model, save_vision_model
 from unbroken.images.decoder import encode_picture
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processor import HfImageProcessor
@@ -45,7 +43,7 @@ class Vision:
 
     def model(self) -> Any:
         """A fresh copy, in float32 and evaluation mode."""
-        return AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32)
+        return load_vision_model(self.folder)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, control tokens read as such."""

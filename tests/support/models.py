@@ -12,7 +12,31 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 def tiny_qwen3(*, vocab_size: int = 64, seed: int = 0) -> Any:
     """A fresh copy of a two-layer Qwen3 in float32 with tied embeddings, in evaluation mode."""
-    return copy.deepcopy(_tiny_qwen3(vocab_size, seed))
+    return copy_model(_tiny_qwen3(vocab_size, seed))
+
+
+def copy_model(model: Any) -> Any:
+    """What `copy.deepcopy` returns, in a third of its time: a module has a dozen empty tables of hooks."""
+    return _copy_module(model, {})
+
+
+def _copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
+    if (known := memo.get(id(module))) is not None:
+        return known
+    copied = memo[id(module)] = type(module).__new__(type(module))
+    modules = vars(module)["_modules"]
+    for name, value in vars(module).items():
+        if value is modules:
+            value = {key: None if each is None else _copy_module(each, memo) for key, each in value.items()}
+        elif isinstance(value, dict) and not value:
+            value = type(value)()
+        elif not isinstance(value, _UNCHANGING):
+            value = copy.deepcopy(value, memo)
+        vars(copied)[name] = value
+    return copied
+
+
+_UNCHANGING = (bool, int, float, str, type(None), type)
 
 
 def random_qwen3(*, seed: int = 0, **sizes: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForImageTextToText,
     AutoProcessor,
     CLIPVisionConfig,
     LlamaConfig,
@@ -20,6 +22,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+from support.models import copy_model
 from support.tokenizers import make_tokenizer
 from support.vision_template import PAD as PAD
 from support.vision_template import TEMPLATE as TEMPLATE
@@ -53,6 +56,20 @@ def save_vision_model(folder: Path, family: Family = "qwen2_5_vl", *, seed: int 
 
     A Qwen2.5-VL image takes 1 to 16 ids, by its size; a LLaVA image 16.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in _make_files(family, seed).items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@functools.cache
+def _make_files(family: Family, seed: int) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        _save_files(Path(folder), family, seed)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def _save_files(folder: Path, family: Family, seed: int) -> None:
     tokenizer = vision_tokenizer()
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng():
@@ -75,12 +92,31 @@ def save_vision_model(folder: Path, family: Family = "qwen2_5_vl", *, seed: int 
             },
         )  # fmt: skip
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-    return folder
 
 
 def load_processor(folder: Path) -> Any:
-    """The processor of a saved model."""
+    """The processor of a saved model, which others may have too."""
+    return _load_processor(folder, _stamp(folder))
+
+
+def load_vision_model(folder: Path) -> Any:
+    """A copy of a saved model, as a trainer has it: in float32 and evaluation mode."""
+    return copy_model(_load_model(folder, _stamp(folder)))
+
+
+@functools.lru_cache(4)
+def _load_processor(folder: Path, _: Any) -> Any:
     return AutoProcessor.from_pretrained(folder)
+
+
+@functools.lru_cache(4)
+def _load_model(folder: Path, _: Any) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _stamp(folder: Path) -> frozenset[tuple[str, int]]:
+    """What is another one once a file of the folder has changed."""
+    return frozenset((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
 
 
 @functools.cache

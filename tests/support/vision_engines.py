@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText
 
-from support.vision import Family, picture, save_vision_model
+from support.vision import Family, load_processor, picture, save_vision_model
+from support.vision import load_vision_model as load_vision_model
 from support.vllm_session import SMALL_VLLM
 from unbroken.images.decoder import encode_picture
 from unbroken.images.placeholders import expand_placeholders
-from unbroken.images.processor import HfImageProcessor, ImageProcessor, load_image_processor
+from unbroken.images.processor import HfImageProcessor, ImageProcessor
 from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SamplingParams, TokenIds, token_ids
 
 CONTEXT_LENGTH = 512
@@ -44,9 +44,7 @@ async def start_vision_vllm(folder: Path, family: Family = "qwen2_5_vl") -> Visi
 
 
 def own_processor(folder: Path) -> HfImageProcessor:
-    processor = load_image_processor(folder)
-    assert processor is not None
-    return processor
+    return HfImageProcessor(load_processor(folder))
 
 
 def image_file(width: int = 56, height: int = 56, *, seed: int = 0) -> EncodedImage:
@@ -70,11 +68,6 @@ def ask_with_images(
     return SampleRequest(
         request_id=request_id, prompt_ids=prompt_ids, images=spans, n=n, params=SamplingParams(**params)
     )
-
-
-def load_vision_model(folder: Path) -> Any:
-    """The saved model, as a trainer has it."""
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def model_logprobs(

@@ -95,17 +95,17 @@ def test_a_template_that_does_not_compile_is_an_error_soon(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "most"),
     [
-        "{% for i in range(9999) %}" + "y" * 9999 + "{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
-        "{{ 'x' * 10 ** 8 }}",
+        ("{% for i in range(9999) %}" + "y" * 9999 + "{% endfor %}", TemplateLimits().max_output_characters),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}", 160_000),
+        ("{{ 'x' * 10 ** 6 }}", 160_000),
     ],
     ids=["text in a loop", "loops in loops", "a product"],
 )
-def test_a_template_that_always_writes_too_much_is_an_error_when_it_is_loaded(source: str) -> None:
-    with pytest.raises(TemplateLimitError, match=r"writes more than 16000000 characters \(TemplateLimits"):
-        ChatTemplate(source, {})
+def test_a_template_that_always_writes_too_much_is_an_error_when_it_is_loaded(source: str, most: int) -> None:
+    with pytest.raises(TemplateLimitError, match=rf"writes more than {most} characters \(TemplateLimits"):
+        ChatTemplate(source, {}, limits=TemplateLimits(max_output_characters=most))
 
 
 def test_a_template_that_needs_more_memory_than_there_is_is_an_error_when_it_is_loaded() -> None:
@@ -151,7 +151,7 @@ def test_every_template_of_the_corpus_is_rendered_as_transformers_does() -> None
     num_same = 0
     for template in corpus_templates():
         ours, theirs = ChatTemplate(template.source, {"bos_token": "<s>"}), _compile_jinja_template(template.source)
-        for seed in range(12):
+        for seed in range(6):  # with and without calls, each as text and in parts
             conversation = random_conversation(random.Random(seed), has_calls=seed % 3 > 0)
             for messages in (conversation.history, [*conversation.history, conversation.assistant]):
                 given = _in_parts(messages) if seed % 2 else messages
@@ -162,7 +162,7 @@ def test_every_template_of_the_corpus_is_rendered_as_transformers_does() -> None
                 else:
                     assert ours.render(given, tools=TOOLS, add_generation_prompt=True) == expected, template.name
                     num_same += 1
-    assert num_same > 900
+    assert num_same > 450
 
 
 def _in_parts(messages: list) -> list:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import math
+import multiprocessing
 import weakref
 from dataclasses import replace
 from operator import attrgetter, methodcaller
+from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -22,6 +24,7 @@ from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.plain_qwen3 import PlainAdamW, compute_logprobs, find_gradients
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError
+from unbroken.tinker import models
 from unbroken.tinker.losses import Datum
 from unbroken.tinker.models import Models, Output, TrainerProcess, find_modules
 
@@ -571,15 +574,19 @@ def test_layers_that_are_not_linear_are_refused():
         find_modules(tiny_model("gpt2"), LoraConfig(rank=1))
 
 
-def test_a_process_of_its_own_trains_bit_for_bit_and_its_end_is_an_error(folder, tmp_path):
+@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=pytest.mark.e2e)])
+def test_a_process_of_its_own_trains_bit_for_bit_and_its_end_is_an_error(folder, tmp_path, monkeypatch, way):
+    """A fork has torch at hand; otherwise it is the same process."""
+    context = multiprocessing.get_context(way)
+    monkeypatch.setattr(models, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
     here, there = open_models(folder, dtype=None), TrainerProcess(folder, "")
     data = make_data("ppo")
     outputs = []
-    for name, models in (("here", here), ("there", there)):
-        assert models.run(methodcaller("create", "a", ADAPTER)) == ADAPTER
-        outputs.append(models.run(methodcaller("forward_backward", "a", data, "ppo", {}, True)))
-        assert models.run(methodcaller("optim_step", "a", AdamParams(learning_rate=0.01)))["num_steps"] == 1
-        models.run(methodcaller("save", "a", tmp_path / name, True))
+    for name, own in (("here", here), ("there", there)):
+        assert own.run(methodcaller("create", "a", ADAPTER)) == ADAPTER
+        outputs.append(own.run(methodcaller("forward_backward", "a", data, "ppo", {}, True)))
+        assert own.run(methodcaller("optim_step", "a", AdamParams(learning_rate=0.01)))["num_steps"] == 1
+        own.run(methodcaller("save", "a", tmp_path / name, True))
     assert outputs[0].metrics == outputs[1].metrics
     for one, other in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.pretend import PretendEngine, PretendSource, PretendTrainer, make_group, pretend_to_train, run
 from unbroken.errors import EngineError, OutageError, RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -31,6 +32,7 @@ def check(source: PretendSource, trainer: PretendTrainer, config: LoopConfig) ->
     assert source.max_running <= (config.max_staleness + 1) * source.groups_per_step
 
 
+@settings(max_examples=num_cases(40, in_fuzz=1000))
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(0, 4),
@@ -234,6 +236,7 @@ class KilledError(Exception):
     pass
 
 
+@settings(max_examples=num_cases(40, in_fuzz=1000))
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(0, 3),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.pretend import PretendEngine, PretendSource, PretendTrainer, run
 from unbroken.errors import CheckpointError, RewardError
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -56,7 +57,7 @@ class KilledError(Exception):
     pass
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_cases(20, in_fuzz=400))
 @given(seed=st.integers(0, 10**6), per_step=st.integers(1, 4), kill_step=st.integers(0, 5))
 def test_an_asynchronous_run_that_goes_on_samples_the_same_problems_and_records_each_once(seed, per_step, kill_step):
     config = LoopConfig(num_steps=6, max_staleness=2, max_replacements=1)

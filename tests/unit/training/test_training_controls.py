@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from support.effort import num_cases
 from support.gradients import pull, step_gradient
 from support.reference_sampling import reference_logprobs
 from support.rows import unscored
@@ -212,7 +213,7 @@ def test_controls_of_another_model_are_refused():
         make_trainer(sharp_model()).logprobs([broken])
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_cases(15, in_fuzz=300))
 @given(data=st.data())
 def test_parts_of_tokens_are_changed_as_they_are_among_all(data):
     """As for chunks, and for processes that share the ids of a lane."""

@@ -27,7 +27,7 @@ from unbroken.types import Numerics, SamplingParams, TrainingSample
 from unbroken.weights.base import InProcessPublisher
 
 ARCHITECTURES = ("qwen3", "llama", "gemma", "mistral", "gpt_neox", "gpt2", "qwen3_moe")
-PARAMS = SamplingParams(max_tokens=48, temperature=0.9)
+PARAMS = SamplingParams(max_tokens=32, temperature=0.9)
 
 
 def make_engine(model: Any) -> TransformersEngine:
@@ -53,7 +53,7 @@ def without_gates() -> Any:
 async def sample_rows(
     engine: TransformersEngine, params: SamplingParams = PARAMS, *, seed: int = 0
 ) -> list[TrainingSample]:
-    return await play_turns(engine, params, seed=seed)
+    return await play_turns(engine, params, seed=seed, num_agents=6)
 
 
 async def sample_and_train(model: Any, trained: Any, *, num_steps: int = 2, **config: Any) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ async def sample_and_train(model: Any, trained: Any, *, num_steps: int = 2, **co
 
 def check_equal(metrics: list[dict[str, Any]]) -> None:
     for of_step in metrics:
-        assert of_step["mismatch/num_tokens"] > 200
+        assert of_step["mismatch/num_tokens"] > 150
         assert of_step["mismatch/max_abs"] == 0.0
         assert of_step["mismatch/k3"] == 0.0
         assert of_step["mismatch/equal_share"] == 1.0

@@ -7,9 +7,10 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.pretend import PretendTrainer, has_variance, pretend_to_train
@@ -96,6 +97,7 @@ async def run(problems: Problems, directory, *, num_steps=3, max_replacements=2.
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@settings(max_examples=num_cases(30, in_fuzz=1000))
 @given(
     seed=st.integers(0, 10**6), groups_per_step=st.integers(1, 5), max_replaced=st.integers(0, 6), share=st.floats(0, 1)
 )

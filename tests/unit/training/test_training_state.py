@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import re
+import shutil
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -43,13 +44,32 @@ def equal_weights(a: Trainer, b: Trainer) -> bool:
     return all(name == other and torch.equal(x, y) for (name, x), (other, y) in pairs)
 
 
-@pytest.fixture
-def saved(tmp_path):
+def make_saved(folder: Path) -> Trainer:
+    """A trainer after two steps, which wrote a checkpoint."""
     trainer = make_trainer()
     for step in range(2):
         trainer.step(rows(step))
-    trainer.save(tmp_path / "two", extra={"numbers": [1, 0.1]})
-    return trainer, tmp_path / "two"
+    trainer.save(folder, extra={"numbers": [1, 0.1]})
+    return trainer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return make_saved(tmp_path / "two"), tmp_path / "two"
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "two"
+    make_saved(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved_once, tmp_path):
+    """Its checkpoint, which a test may change."""
+    shutil.copytree(saved_once, tmp_path / "two")
+    return tmp_path / "two"
 
 
 def test_a_loaded_trainer_goes_on_bit_for_bit(saved):
@@ -65,9 +85,9 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(saved):
     assert stats[0].loss == stats[1].loss
 
 
-def test_a_checkpoint_of_a_scripts_trainer_says_the_numerics_that_it_had(saved):
+def test_a_checkpoint_of_a_scripts_trainer_says_the_numerics_that_it_had(folder):
     """Of `auto`, which nobody has chosen for, these are fast."""
-    assert [each["numerics"] for each in read_state(saved[1]).state.processes] == ["fast"]
+    assert [each["numerics"] for each in read_state(folder).state.processes] == ["fast"]
 
 
 def test_a_trainer_without_an_update_can_be_saved(tmp_path):
@@ -80,8 +100,7 @@ def test_a_trainer_without_an_update_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_changed_or_missing_file_is_refused_by_name_and_nothing_is_loaded(saved, name):
-    _, folder = saved
+def test_a_changed_or_missing_file_is_refused_by_name_and_nothing_is_loaded(folder, name):
     data = bytearray((folder / name).read_bytes())
     data[-1] ^= 1
     loaded = make_trainer()
@@ -108,8 +127,7 @@ class _Planted:
         return (Path.touch, (self._path,))
 
 
-def test_a_checkpoint_runs_no_code_of_its_files(saved, tmp_path):
-    _, folder = saved
+def test_a_checkpoint_runs_no_code_of_its_files(folder, tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(_Planted(tmp_path / "ran")))
     state = json.loads((folder / "state.json").read_text())
     described = asdict(describe_file(folder / ".metadata"))
@@ -135,8 +153,7 @@ def test_tensors_of_another_checkpoint_are_refused(saved, tmp_path):
         make_trainer().load(tmp_path / "three")
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_names_the_weight(saved):
-    _, folder = saved
+def test_a_checkpoint_of_another_model_is_refused_and_names_the_weight(folder):
     other = make_trainer(vocab_size=65)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is \(\(65, 32\), .* and \(\(64, 32\), "):
         other.load(folder)
@@ -144,9 +161,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_names_the_weight(saved):
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "norm"])
-def test_averages_of_other_parameters_than_those_that_train_are_refused(saved, part):
+def test_averages_of_other_parameters_than_those_that_train_are_refused(folder, part):
     """They go by number, so that those of one would silently be another's."""
-    _, folder = saved
     model = tiny_qwen3()
     model.model.get_submodule(part).requires_grad_(False)
     with pytest.raises(CheckpointError, match=r"must hold averages of the trained parameters: .* parameter"):
@@ -352,8 +368,7 @@ def test_numbers_below_one_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("changed", [{"files": []}, {"files": "none"}, {"files": {}}, {"format": 0}, {"format": 2}])
-def test_files_that_are_none_and_other_formats_are_refused(saved, changed):
-    _, folder = saved
+def test_files_that_are_none_and_other_formats_are_refused(folder, changed):
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | changed))
     with pytest.raises(CheckpointError, match="two must hold a whole checkpoint"):

@@ -208,6 +208,7 @@ class _ReadBackProbe:
             tokens.control, self._codec.decode, stop_token_ids=tuple(tokens.stops), num_stop_ids=tokens.num_stop_ids
         )
         self._turns: dict[_Setting, list[_RenderedTurn]] = {}
+        self._counts: dict[tuple[CallFormat, _Setting], int] = {}
 
     @property
     def renders_calls(self) -> bool:
@@ -217,8 +218,7 @@ class _ReadBackProbe:
     def find_best(self, formats: Sequence[CallFormat]) -> CallFormat | None:
         """Find the format that reads all required turns, and the most of the others; the first of several."""
         for setting in _SETTINGS:
-            turns = self._get_turns(setting)
-            counts = {known.name: self._count_read(known, turns) for known in formats}
+            counts = {known.name: self._count_read(known, setting) for known in formats}
             best = max(formats, key=lambda known: counts[known.name])
             if counts[best.name]:
                 return best
@@ -247,9 +247,8 @@ class _ReadBackProbe:
     def adapt(self, call_format: CallFormat) -> CallFormat:
         """Adapt a format to what the template writes around values, if it then reads back the template's calls."""
         for setting in _SETTINGS:
-            turns = self._get_turns(setting)
-            if self._count_read(call_format, turns):
-                return _with_value_ends(call_format, turns[0])
+            if self._count_read(call_format, setting):
+                return _with_value_ends(call_format, self._get_turns(setting)[0])
         return call_format
 
     def _make_parser(self, call_format: CallFormat) -> FormatParser:
@@ -257,8 +256,13 @@ class _ReadBackProbe:
             call_format = call_format.with_reasoning(self._reasoning.opening, self._reasoning.closing)
         return FormatParser(call_format, self._tokens)
 
-    def _count_read(self, call_format: CallFormat, turns: Sequence[_RenderedTurn]) -> int:
+    def _count_read(self, call_format: CallFormat, setting: _Setting) -> int:
         """The number of turns that the format reads back; 0 if a required one is not among them."""
+        if (call_format, setting) not in self._counts:
+            self._counts[call_format, setting] = self._count_in(self._get_turns(setting), call_format)
+        return self._counts[call_format, setting]
+
+    def _count_in(self, turns: Sequence[_RenderedTurn], call_format: CallFormat) -> int:
         if not turns or not _may_open(call_format, turns[0].completion):
             return 0
         parser = self._make_parser(_with_value_ends(call_format, turns[0]))

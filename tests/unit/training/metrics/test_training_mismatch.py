@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.rows import row
 from unbroken.errors import InvalidInputError, InvariantError, PolicyMismatchError
 from unbroken.training.metrics.mismatch import (
@@ -42,7 +43,7 @@ def test_tiny_differences_do_not_drown_in_rounding():
     assert mismatch(np.array([-1 + 1e-6]), np.array([-1.0])).k3 == pytest.approx(5e-13, rel=1e-3)
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=num_cases(100, in_fuzz=3000), derandomize=True)
 @given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0)), min_size=1, max_size=20))
 def test_for_any_logprobs_k3_is_never_negative_and_zero_only_if_equal(values):
     trainer, sampler = (np.array(column) for column in zip(*values, strict=True))

@@ -14,7 +14,6 @@ from support.adapted import with_lora
 from support.gradients import SUBTRACT_GRADIENT, flatten, step_gradient
 from support.models import random_qwen3, tiny_qwen3
 from support.prefixes import branching_rows
-from support.rows import random_rows
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import Packing, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.model import compilation
@@ -32,14 +31,10 @@ def _traced(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def rows():
-    return random_rows(np.random.default_rng(0), 6)
-
-
 def deep_qwen3():
+    """More layers than torch compiles a function again for by default, which is eight times."""
     return random_qwen3(
-        vocab_size=64, hidden_size=32, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=64, hidden_size=32, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         intermediate_size=64, max_position_embeddings=256, initializer_range=0.3,
     )  # fmt: skip
 
@@ -53,30 +48,29 @@ def train(model, samples, *, reference=None, **changes):
 
 
 @pytest.mark.parametrize(
-    ("backend", "config"),
+    ("backend", "make_model", "config"),
     [
-        pytest.param("aot_eager", {"packing": Packing.NEVER}, id="padded"),
-        pytest.param("eager", {"shared_prefixes": SharedPrefixes.ALWAYS}, id="trees"),
-        pytest.param("eager", {"packing": Packing.ONE_LANE}, id="packed", marks=pytest.mark.nightly),
-        pytest.param("eager", {"gradient_checkpointing": True}, id="checkpointed", marks=pytest.mark.nightly),
+        pytest.param("aot_eager", deep_qwen3, {"packing": Packing.NEVER}, id="padded"),
+        pytest.param(
+            "eager",
+            lambda: with_lora(deep_qwen3()),
+            {"shared_prefixes": SharedPrefixes.ALWAYS, "reference": Reference.BASE, "kl_weight": 0.1},
+            id="trees, and adapters whose base is the reference",
+        ),
+        pytest.param("eager", deep_qwen3, {"packing": Packing.ONE_LANE}, id="packed", marks=pytest.mark.nightly),
+        pytest.param(
+            "eager", deep_qwen3, {"gradient_checkpointing": True}, id="checkpointed", marks=pytest.mark.nightly
+        ),
     ],
 )
-def test_compiled_layers_train_as_they_are(backend, config, monkeypatch):
+def test_compiled_layers_train_as_they_are(backend, make_model, config, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", backend)
     samples = branching_rows(np.random.default_rng(0), 6)
-    logprobs, gradient = train(deep_qwen3(), samples, **config)
-    compiled, again = train(deep_qwen3(), samples, compile=True, **config)
+    logprobs, gradient = train(make_model(), samples, **config)
+    compiled, again = train(make_model(), samples, compile=True, **config)
     np.testing.assert_allclose(compiled, logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(again, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
-    assert 1 <= counters["stats"]["unique_graphs"] <= 16, "twelve layers share what is traced for the first"
-
-
-def test_adapters_are_compiled_with_their_layers_and_the_base_without_them(rows):
-    config = {"reference": Reference.BASE, "kl_weight": 0.1}
-    logprobs, gradient = train(with_lora(tiny_qwen3()), rows, **config)
-    compiled, again = train(with_lora(tiny_qwen3()), rows, compile=True, **config)
-    np.testing.assert_allclose(compiled, logprobs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(again, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 9, "nine layers share what is traced for the first"
 
 
 def test_a_compiler_that_changes_the_logprobs_is_refused(monkeypatch):

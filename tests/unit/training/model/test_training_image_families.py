@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoProcessor
 
-from support.vision import picture
+from support.vision import load_processor, picture
 from support.vision_engines import ask_with_images, load_vision_model, own_processor
 from support.vision_families import FAMILIES, save_family
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
@@ -46,7 +45,7 @@ def ask(folder: Path, *, name: str = "a") -> SampleRequest:
 
 def reference(folder: Path, completion: Any) -> tuple[list[int], np.ndarray]:
     """Prompt ids and the completion's logprobs, from the model's own processor and its plain forward pass."""
-    processor, own = AutoProcessor.from_pretrained(folder), own_processor(folder)
+    processor, own = load_processor(folder), own_processor(folder)
     placeholder = processor.tokenizer.convert_ids_to_tokens(own.placeholder_id)
     separator = processor.tokenizer.decode([AFTER]) + processor.tokenizer.decode([BEFORE])
     shown = separator.join([placeholder] * len(PICTURES))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.effort import num_cases
 from support.rows import random_rows, row
 from unbroken.training.model.lanes import RowLayout, lay_out, plan_passes
 
@@ -45,7 +46,7 @@ def test_a_row_longer_than_the_budget_is_alone_and_whole(layout):
 
 
 @pytest.mark.parametrize("layout", RowLayout)
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=num_cases(120, in_fuzz=3000), derandomize=True)
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200))
 def test_for_any_lengths_each_row_is_in_one_lane_of_a_pass_within_the_budget(layout, lengths, budget):
     passes = plan_passes(lengths, budget, layout)
@@ -59,7 +60,7 @@ def test_for_any_lengths_each_row_is_in_one_lane_of_a_pass_within_the_budget(lay
     assert layout is not RowLayout.ONE_LANE or padding(lengths, passes) == 0
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=num_cases(80, in_fuzz=2000), derandomize=True)
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200), st.integers(0, 100))
 def test_lanes_are_no_longer_than_a_row_or_the_length_that_costs_little(lengths, budget, free_length):
     for lanes in plan_passes(lengths, budget, RowLayout.LANES, free_length=free_length):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
+from support.effort import num_cases
 from support.prefixes import branching_rows
 from support.rows import row
 from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, lay_out, plan_trees_by_cost
@@ -51,7 +52,7 @@ def test_tokens_with_the_same_prefix_have_one_place():
     assert inputs.places_N.tolist() == [0, 1, 0, 1, 0, 2]
 
 
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=num_cases(60, in_fuzz=1500), derandomize=True)
 @given(SEEDS, st.integers(1, 9))
 def test_for_any_rows_each_path_spells_its_row_and_intervals_are_descendants(seed, num_rows):
     rows = draw(seed, num_rows)
@@ -66,7 +67,7 @@ def test_for_any_rows_each_path_spells_its_row_and_intervals_are_descendants(see
     assert ancestors == {(k, q) for q in numbers for k in numbers if k <= q < tree.ends_T[k]}
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=num_cases(50, in_fuzz=1000), derandomize=True)
 @given(SEEDS, st.integers(1, 7), st.integers(1, 40))
 def test_for_any_rows_each_is_in_one_pass_within_the_limit_and_no_cut_is_cheaper(seed, num_rows, limit):
     rows = draw(seed, num_rows)

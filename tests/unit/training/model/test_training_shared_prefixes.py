@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from support.adapted import with_lora
+from support.effort import num_cases
 from support.gradients import SUBTRACT_GRADIENT, flatten, step_gradient
 from support.models import tiny_qwen3
 from support.prefixes import branching_pairs, branching_rows, branching_trajectories
@@ -106,7 +107,7 @@ def exact_policy(request):
     return policy
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=num_cases(25, in_fuzz=600), derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9))
 def test_for_any_tree_each_logprob_and_the_gradient_are_those_of_the_rows_in_float64(exact_policy, seed, num_rows):
     """Logprobs and entropies within 1e-10 nats; loss and gradient within 1e-10 of their size and norm."""
@@ -119,7 +120,7 @@ def test_for_any_tree_each_logprob_and_the_gradient_are_those_of_the_rows_in_flo
     assert relative(of_tree[3], of_rows[3]) < 1e-10
 
 
-@settings(max_examples=30, derandomize=True)
+@settings(max_examples=num_cases(15, in_fuzz=300), derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9))
 def test_for_any_tree_each_logprob_and_the_gradient_are_those_of_the_rows_in_float32(seed, num_rows):
     policy = PolicyLogprobs(tiny_qwen3(), chunk_size=7, shared_prefixes=ALWAYS)

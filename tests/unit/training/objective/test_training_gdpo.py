@@ -59,7 +59,7 @@ def test_the_worked_example():
     np.testing.assert_allclose(found, np.array([0, 0, -2, 2]) / math.sqrt(2))
 
 
-@settings(max_examples=num_cases(100), derandomize=True)
+@settings(max_examples=num_cases(50, in_fuzz=1000), derandomize=True)
 @given(steps)
 def test_for_any_step_gdpo_is_the_papers_formula_over_those_who_have_an_opinion(drawn):
     weights = (1.0, 0.5, -2.0)

@@ -84,7 +84,7 @@ def test_at_equal_policies_the_gradient_is_that_of_the_policy_gradient():
 tokens = st.lists(st.tuples(st.floats(0.05, 20), st.floats(-5, 5)), min_size=1, max_size=12)
 
 
-@settings(max_examples=num_cases(150), derandomize=True)
+@settings(max_examples=num_cases(60, in_fuzz=1500), derandomize=True)
 @given(tokens, st.integers(0, 12))
 def test_for_any_split_the_parts_add_up_to_the_whole(values, cut):
     """The token mean is over the update's tokens, so micro batches simply add: no mean of means."""
@@ -101,7 +101,7 @@ def test_for_any_split_the_parts_add_up_to_the_whole(values, cut):
     assert added.k3 == pytest.approx(whole.stats.k3, rel=1e-4, abs=1e-6)
 
 
-@settings(max_examples=num_cases(150), derandomize=True)
+@settings(max_examples=num_cases(60, in_fuzz=1500), derandomize=True)
 @given(tokens)
 def test_for_any_tokens_the_loss_is_never_better_than_unclipped_and_k3_never_negative(values):
     ratios, advantages = (list(column) for column in zip(*values, strict=True))

@@ -102,14 +102,27 @@ def check_update(samples, config: TrainerConfig, *, reference=None):
     return stats
 
 
-@pytest.mark.parametrize("kind", CorrectionKind)
-@pytest.mark.parametrize("normalization", LossNormalization)
-def test_loss_and_gradient_are_those_of_a_loop_over_tokens(rows, normalization, kind):
-    stats = check_update(rows, config_of(normalization, kind))
-    ratios = [
+@pytest.fixture(scope="module")
+def ratios(rows) -> list[list[float]]:
+    """Of the trainer's probability to the sampler's, of each id."""
+    return [
         [math.exp(a - b) for a, b in zip(current.tolist(), row.rollout_logprobs[row.loss_mask], strict=True)]
         for row, current in zip(rows, slow_logprobs(tiny_qwen3(), rows), strict=True)
     ]
+
+
+CASES = [
+    (normalization, kind)
+    for n, normalization in enumerate(LossNormalization)
+    for k, kind in enumerate(CorrectionKind)
+    if (n + k) % 3 == 0 or kind in (CorrectionKind.NONE, CorrectionKind.TOKEN_MASK)
+]
+"""What corrects an id does not ask what the sum is divided by: each with one of the divisors, two with all of them."""
+
+
+@pytest.mark.parametrize(("normalization", "kind"), CASES)
+def test_loss_and_gradient_are_those_of_a_loop_over_tokens(rows, ratios, normalization, kind):
+    stats = check_update(rows, config_of(normalization, kind))
     beyond = {
         CorrectionKind.NONE: 0,
         CorrectionKind.TOKEN_TRUNCATE: sum(r > 1.5 for row in ratios for r in row),

@@ -106,7 +106,7 @@ def moved(row, t, by):
 
 
 @pytest.mark.parametrize(("name", "clip"), [(name, clip) for name, clips in CLIPS.items() for clip in clips])
-@settings(max_examples=num_cases(60), derandomize=True)
+@settings(max_examples=num_cases(30, in_fuzz=600), derandomize=True)
 @given(rows=rows_of_tokens)
 def test_for_any_rows_each_loss_and_its_gradient_are_those_of_the_papers_formula(name, clip, rows):
     losses, gradient, clipped = ours(rows, LOSSES[name], clip)
@@ -124,7 +124,7 @@ def test_for_any_rows_each_loss_and_its_gradient_are_those_of_the_papers_formula
             index += 1
 
 
-@settings(max_examples=num_cases(60), derandomize=True)
+@settings(max_examples=num_cases(30, in_fuzz=600), derandomize=True)
 @given(rows=rows_of_tokens, advantages=st.lists(st.floats(-3, 3), min_size=4, max_size=4))
 def test_for_any_trajectories_gspo_is_the_papers_loss_over_sequences(rows, advantages):
     """Equation 5: -1/G sum_i min(s_i A_i, clip(s_i) A_i). Its gradient, by differences, with s_i moving as a whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -25,6 +26,7 @@ MOST = 1_000
 NUM_ROWS = 200
 
 
+@functools.cache
 def rows_with_noise(k3: float, *, num_ids: int | None = None) -> tuple[list[Any], list[np.ndarray]]:
     """Rows of up to `MOST` ids with advantages of both signs, and the trainer's logprobs of them.
 
