@@ -171,7 +171,10 @@ async def _end_again(steps: StepRunner, last: LastStep, *, has_engine_version: b
     engine was opened: then there is nothing to publish.
     """
     if not has_engine_version:
-        await steps.publication.publish(is_part_of_step=not steps.samples_nothing(last.num_steps))
+        # A supervised step has none of these rows, and trains others.
+        is_trained = last.metrics.get("train/num_rows") != 0
+        was_published = is_trained and not steps.samples_nothing(last.num_steps)
+        await steps.publication.publish(is_part_of_step=was_published)
     await steps.outages.repeat(steps.observer.on_resume)
     await steps.end(last.num_steps - 1, steps.log.end_step_of_another())
 

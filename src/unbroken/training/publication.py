@@ -52,8 +52,8 @@ class Publication:
         self._notices = notices
         self._timeline = timeline
         self._log = log
-        self._beside: asyncio.Task[int | None] | None = None
-        """Publishes a copy of the weights, beside the next step. Its result is the version; None after an error."""
+        self._beside: asyncio.Task[None] | None = None
+        """Publishes a copy of the weights, beside the next step."""
 
     async def publish(self, *, is_part_of_step: bool = True) -> None:
         """Publish the weights as they are, while nothing is sampled. If the engine is gone, wait until it has them.
@@ -85,11 +85,10 @@ class Publication:
         """Wait for the publication beside the steps, in all processes; if it lost the engine, until that is back."""
         if self._beside is None:
             return
-        version, self._beside = await self._beside, None
+        await self._beside
+        self._beside = None
         if await self._queue.meet(self._trainer):
             await self.recover()
-        elif version is not None:
-            self._queue.set_engine_version(version)
 
     async def recover(self) -> None:
         """Wait in all processes until the engines are back, and give them the trainer's weights before a group starts.
@@ -110,11 +109,11 @@ class Publication:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
 
-    async def _publish_beside(self, weights: WeightStream | None, version: int) -> int | None:
+    async def _publish_beside(self, weights: WeightStream | None, version: int) -> None:
         """Publish the copy; in a process without a publisher, wait for the one that publishes for it.
 
-        Returns the version if nothing was raised. No error leaves this, for it is awaited only where the processes
-        meet: the queue keeps it until then, and starts no group.
+        No error leaves this, for it is awaited only where the processes meet: the queue keeps it until then, and starts
+        no group.
         """
         try:
             with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER):
@@ -128,14 +127,12 @@ class Publication:
                     self._log.end_publication_beside(update)
         except EngineError as error:
             self._queue.lose(error)
-            return None
         except Exception as error:
             self._queue.fail(error)
-            return None
-        if is_taken:  # if not, the process that publishes has the error, and raises it when they meet
-            self._outages.require_newest(version)
-            self._note_published(version)
-        return version
+        else:
+            if is_taken:  # if not, the process that publishes has the error, and raises it when they meet
+                self._outages.require_newest(version)
+                self._note_published(version)
 
     def _note_published(self, version: int) -> None:
         """The engine has this version: groups that waited for it may start."""
