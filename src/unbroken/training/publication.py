@@ -23,7 +23,6 @@ from unbroken.training.outages import Outages
 from unbroken.training.queue import GroupQueue
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import Notices, log_waiting
-from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.sources import WeightStream
 
@@ -181,8 +180,7 @@ async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> W
 
 
 def _copy(weights: WeightStream, dtype: str | None) -> WeightStream:
-    if not is_adapter([spec.name for spec in weights.specs]):  # an engine may merge an adapter in float32
-        weights = weights.cast(dtype)
+    weights = weights.cast(dtype)
     copies = []
     for spec, (name, tensor) in zip(weights.specs, weights, strict=True):
         copy = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=tensor.is_cuda)
