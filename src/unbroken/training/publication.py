@@ -10,7 +10,6 @@ Of several processes one may publish for all. Which version the engines have is 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,8 +21,8 @@ from unbroken.training.metrics.step_log import StepLog
 from unbroken.training.outages import Outages
 from unbroken.training.queue import GroupQueue
 from unbroken.training.trainer import Trainer
-from unbroken.training.waits import Notices, log_waiting
-from unbroken.weights.base import WeightPublisher, WeightUpdate
+from unbroken.training.waits import Notices, fail_together, log_waiting
+from unbroken.weights.base import WeightPublisher
 from unbroken.weights.sources import WeightStream
 
 
@@ -64,9 +63,8 @@ class Publication:
         """
         version = self._trainer.policy_version
         with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
-            update = await self._outages.publish()
+            update, lost_s = await self._outages.publish()
         self._note_published(version)
-        lost_s = self._outages.take_metrics()["seconds/outages"]
         if is_part_of_step:
             self._log.end_publication(update, lost_s=lost_s)
 
@@ -139,27 +137,6 @@ class Publication:
         self._timeline.count("version, published", version=version)
 
 
-async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
-    """Publish the weights as they are; an error of one process is raised on all, but a lost engine in its own only, for
-    `Outages` to settle.
-    """
-    started = time.perf_counter()
-    weights = trainer.named_weights()
-    update, gone, failure = None, None, None
-    try:
-        if publisher is not None:
-            async with log_waiting(f"policy version {trainer.policy_version} to be taken by the engine"):
-                update = await publisher.publish(weights, policy_version=trainer.policy_version)
-    except EngineError as error:
-        gone = error
-    except Exception as error:
-        failure = error
-    await asyncio.to_thread(trainer.finish_together, weights, failure)
-    if gone is not None:
-        raise gone
-    return update or WeightUpdate(num_bytes=0, seconds=time.perf_counter() - started)
-
-
 async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> WeightStream | None:
     """A copy of the weights, to be published while the next step is made; None in a process without a publisher.
 
@@ -168,14 +145,10 @@ async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> W
     """
     weights = trainer.named_weights()
     copies: WeightStream | None = None
-    failure: Exception | None = None
-    if publisher is not None:
-        try:
+    async with fail_together(trainer, weights):
+        if publisher is not None:
             dtype = await publisher.dtype() if isinstance(publisher, _CastingPublisher) else None
             copies = await asyncio.to_thread(_copy, weights, dtype)
-        except Exception as error:
-            failure = error
-    await asyncio.to_thread(trainer.finish_together, weights, failure)
     return copies
 
 
