@@ -106,6 +106,12 @@ class WeightStream:
         """Bytes of all values."""
         return sum(spec.num_bytes for spec in self.specs)
 
+    def list_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each weight; `SamplingError` if one came twice."""
+        if (repeated := find_repeated([spec.name for spec in self.specs])) is not None:
+            raise SamplingError(f"weight {repeated!r} came twice")
+        return {spec.name: spec.shape for spec in self.specs}
+
     @property
     def is_whole(self) -> bool:
         """Whether all values can be read from now on."""
