@@ -82,7 +82,7 @@ class Checkpoints:
 
     def holds(self, num_steps: int) -> bool:
         """Whether there is a checkpoint of this step."""
-        return num_steps in self._find_folders()
+        return num_steps in find_checkpoints(self.folder)
 
     def agree_if_due(self, trainer: Trainer, num_steps: int, *, last: int) -> bool:
         """As `is_due`, the same in all processes; raises as `finish` does if an earlier one could not be written."""
@@ -144,7 +144,7 @@ class Checkpoints:
         with trainer.fail_together():
             if trainer.is_main_process:
                 remove_unfinished(self.folder, "step-")
-            found = self._find_folders()
+            found = find_checkpoints(self.folder)
         folder = trainer.from_main_process(found[max(found)] if found else None)
         if folder is None:
             return None
@@ -158,7 +158,7 @@ class Checkpoints:
     def _write(self, write: Callable[[Path], None], folder: Path) -> None:
         write(folder)
         if self._removes_old:
-            for _, old in sorted(self._find_folders().items())[: -self._num_kept]:
+            for _, old in sorted(find_checkpoints(self.folder).items())[: -self._num_kept]:
                 remove_folder(old)
 
     def _check_source(self, extra: Mapping[str, Any], folder: Path) -> None:
@@ -172,9 +172,6 @@ class Checkpoints:
                 f"the run began with {extra['source']!r} and cannot continue with {self._source!r} ({folder}): give it "
                 "the same data"
             )
-
-    def _find_folders(self) -> dict[int, Path]:
-        return find_checkpoints(self.folder)
 
 
 def _find_groups(extra: Mapping[str, Any], folder: Path, *, num_processes: int) -> Mapping[str, Any] | None:
