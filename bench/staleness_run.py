@@ -5,15 +5,14 @@
 
 With `loop.max_staleness` how old an id is depends on who is faster. Here each version is kept, and goes to the embedded
 engine LAG versions later: after the first LAG steps, every id is exactly LAG versions old, the most that
-`max_staleness` LAG allows. The loop is the synchronous one with `LoopConfig.max_lag`, so a run needs one core, and the
-same seed gives the same run. What `max_staleness` changes in the loss must be among the options.
+`max_staleness` LAG allows. The loop is the synchronous one, whose queue takes older ids here, so a run needs one core,
+and the same seed gives the same run. What `max_staleness` changes in the loss must be among the options.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from unbroken.demo import lookup
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.warm import write_warm_model
 from unbroken.runs import engines
-from unbroken.runs.config import RunConfig
-from unbroken.training.config import LoopConfig
+from unbroken.training.queue import GroupQueue
 from unbroken.weights.base import InProcessPublisher, WeightUpdate
 
 
@@ -49,13 +47,9 @@ class LatePublisher(InProcessPublisher):
         return await super().publish(late.items(), policy_version=policy_version - self.lag)
 
 
-def choose_late_loop(config: RunConfig) -> LoopConfig:
-    """The loop of a run, which takes ids that are so many versions old: `max_lag` is no setting."""
-    loop: LoopConfig = _choose_loop(config)
-    return replace(loop, max_lag=LatePublisher.lag)
-
-
-_choose_loop = RunConfig.chosen_loop.__get__
+def allow_late(queue: GroupQueue, version: int) -> int:
+    """The oldest version that an id may have; in a run without `max_staleness` it is the trainer's."""
+    return version - LatePublisher.lag
 
 
 def main() -> int:
@@ -69,7 +63,7 @@ def main() -> int:
     LatePublisher.lag, lookups = int(sys.argv[1]), sys.argv[2]
     lookup.MIN_LOOKUPS, lookup.MAX_LOOKUPS = map(int, lookups.split("-"))
     setattr(engines, "InProcessPublisher", LatePublisher)  # noqa: B010
-    setattr(RunConfig, "chosen_loop", property(choose_late_loop))  # noqa: B010
+    setattr(GroupQueue, "_get_oldest_allowed", allow_late)  # noqa: B010
     return unbroken(["train", *sys.argv[3:]])
 
 

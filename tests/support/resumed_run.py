@@ -1,6 +1,6 @@
 """A small training run in a separate process, which may kill itself at a named point or be killed at any time.
 
-Eight steps on a bandit. The caller's generator draws the prompt and the seed with which the embedded engine samples, so
+Eight steps on a bandit. The source's generator draws the prompt and the seed with which the embedded engine samples, so
 that the run repeats bit for bit.
 """
 
@@ -39,8 +39,8 @@ NUM_STEPS = 8
 SKIPPED_STEP = 3
 """Its rewards are all equal, so that it trains nothing."""
 POINTS = ("collect", "state", "write", "finish", "publish", "published", "on_step")
-"""Points at which a run can kill itself: when it begins to sample, copies for a checkpoint, has written a part of its
-tensors, has written all of them, publishes, has published, has logged."""
+"""Points at which a run can kill itself: when it begins to sample, is asked for its state, has written a part of
+its tensors, has written all of them, publishes, has published, has logged."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class KillAt:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Caller(GroupSource):
+class _Bandit(GroupSource):
     """Samples groups of eight; the reward is the share of even numbers among the sampled ids."""
 
     groups_per_step = 1
@@ -69,13 +69,15 @@ class Caller(GroupSource):
         self._rng = np.random.default_rng(1)
         self._step = 0
 
-    def state(self) -> Mapping[str, Any]:
+    def choices(self) -> Mapping[str, Any]:
+        """See `GroupSource`."""
         self._kill.reached("state")
         return {"rng": self._rng.bit_generator.state, "step": self._step}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._rng.bit_generator.state = state["rng"]
-        self._step = state["step"]
+    def restore_choices(self, choices: Mapping[str, Any], /) -> None:
+        """See `GroupSource`."""
+        self._rng.bit_generator.state = choices["rng"]
+        self._step = choices["step"]
 
     async def sample(self, number: int) -> TrajectoryGroup:
         """See `GroupSource`."""
@@ -161,12 +163,12 @@ async def _run(directory: Path, every: int, kill: KillAt, num_supervised: int | 
     )
     trainer = Trainer(tiny_qwen3(), config)
     engine = TransformersEngine(tiny_qwen3())
-    caller = Caller(engine, kill)
-    checkpoints = KillingCheckpoints(directory / "checkpoints", every=every, caller=caller)
+    bandit = _Bandit(engine, kill)
+    checkpoints = KillingCheckpoints(directory / "checkpoints", every=every)
     checkpoints.kill = kill
     with MetricsWriter(directory) as metrics:
         await train(
-            caller,
+            bandit,
             trainer=trainer,
             publisher=Publisher(engine, kill),
             metrics=metrics,

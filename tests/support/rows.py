@@ -114,6 +114,13 @@ def group(*members: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup(group_id="g", trajectories=members)
 
 
+def at_version(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
+    """The same siblings, each with `TWO_IDS` as if weights of this version had sampled them."""
+    sequence = sampled(7, 8, versions=[version] * 2)
+    members = [replace(member, tree=_make_tree((5, 6), sequence)) for member in group.trajectories]
+    return replace(group, trajectories=tuple(members))
+
+
 def make_source(trainer: Trainer) -> EachStep:
     """Make a source that samples the group of a step: three rewards, by the trainer's weights."""
 

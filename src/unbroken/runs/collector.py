@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from unbroken.engines.base import Engine
-from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.errors import InvalidInputError
 from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, ToolSchema, copy_containers
 from unbroken.progress import advance
@@ -248,7 +248,6 @@ class Collector(GroupSource):
         """Raises `InvalidInputError` if a step has fewer problems than processes."""
         self._sampler = sampler
         self._rank = rank or Rank()
-        self._source = sampler.problems.source
         num_problems = sampler.config.problems_per_step
         if num_problems < self._rank.num_processes:
             raise InvalidInputError(
@@ -263,22 +262,6 @@ class Collector(GroupSource):
         step, place = divmod(number, self.groups_per_step)
         problem = self._rank.select(range(step * num_problems, (step + 1) * num_problems))[place]
         return await self._sampler.sample_group(problem, size=self._sampler.config.group_size)
-
-    async def sample_problem(self, problem: int, *, attempt: int) -> TrajectoryGroup:
-        """Sample a group of a problem of the run, with other seeds in each attempt."""
-        sampler = replace(self._sampler, seed=(*self._sampler.seed, attempt))
-        return await sampler.sample_group(problem, size=self._sampler.config.group_size)
-
-    def state(self) -> Mapping[str, Any]:
-        """Where the problems come from; which were trained is in the loop's own part of a checkpoint."""
-        return {"source": self._source}
-
-    def restore(self, state: Mapping[str, Any], /) -> None:
-        """Raises `CheckpointError` if the checkpoint's problems have another source."""
-        if state["source"] != self._source:
-            raise CheckpointError(
-                f"the run began with {state['source']} and cannot continue with {self._source}: give it the same data"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +334,8 @@ class _ChoosingCollector(Collector):
         """See `GroupSource`. A problem that is chosen again has other seeds."""
         if number not in self._chosen:
             self._chosen[number] = _check(self._curriculum.choose())
-        return await self.sample_problem(self._part.get_problem(self._chosen[number]), attempt=number)
+        sampler = replace(self._sampler, seed=(*self._sampler.seed, number))
+        return await sampler.sample_group(self._part.get_problem(self._chosen[number]), size=sampler.config.group_size)
 
     def record(self, number: int, group: TrajectoryGroup) -> None:
         """See `GroupSource`."""

@@ -353,7 +353,7 @@ async def open_training(config: RunConfig, task: Task, *, accelerator: Accelerat
             every=config.checkpoints.every,
             every_s=config.checkpoints.every_s,
             num_kept=config.checkpoints.num_kept,
-            caller=collector,
+            source=run.sampler.problems.source,
         )
         records = _open_records(stack, config, run)
         evaluations = _make_evaluations(config, run, task.sets, models, records)

@@ -646,15 +646,15 @@ class _ComparedCheckpoints(Checkpoints):
         """Compare the checkpoint with the trainer and with the loop's own numbers."""
         folder = self._found[last.num_steps]
         found = [each for each in (trainer.find_difference(folder),) if each is not None]
-        caller, first = self._read_caller(), next(iter(self._found.values()))
+        source, first = self._read_source(), next(iter(self._found.values()))
         for own in self._list_own(folder):
             extra = read_state(own).state.processes[0].get("extra", {})
             if extra.get("num_steps") != last.num_steps:
                 found.append(f"num_steps is {extra.get('num_steps')}, and here {last.num_steps}")
             if extra.get("groups") != last.groups:
                 found.append(f"groups are {extra.get('groups')}, and here {last.groups}")
-            if extra.get("caller") != caller:
-                found.append(f"caller is {extra.get('caller')}, and in checkpoints/{first.name} {caller}")
+            if extra.get("source") != source:
+                found.append(f"source is {extra.get('source')!r}, and in checkpoints/{first.name} {source!r}")
             found += compare_metrics(extra.get("metrics", {}), last.metrics)
         if found:
             step = last.num_steps - 1
@@ -665,10 +665,10 @@ class _ComparedCheckpoints(Checkpoints):
         """The folders of a checkpoint, one for each policy."""
         return [folder] if self._policies is None else [folder / name for name in self._policies.names]
 
-    def _read_caller(self) -> Any:
-        """What the first checkpoint says of its caller: where problems come from, which a run never changes."""
+    def _read_source(self) -> Any:
+        """Where problems come from, as the first checkpoint says it: a run never changes it."""
         first = self._list_own(next(iter(self._found.values())))[0]
-        return read_state(first, verifies_files=False).state.processes[0].get("extra", {}).get("caller")
+        return read_state(first, verifies_files=False).state.processes[0].get("extra", {}).get("source")
 
 
 def _list_folder(folder: Path) -> list[Path]:

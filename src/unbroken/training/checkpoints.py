@@ -1,9 +1,9 @@
 """Checkpoints of a training loop, from which a killed run continues as if it had not been killed.
 
-    checkpoints/step-00000005/    the trainer after 5 steps (state.py), the metrics of the fifth, the caller's state
+    checkpoints/step-00000005/    the trainer after 5 steps (state.py), metrics of the fifth, which groups were trained
 
-After a step's update, each process copies its part of the trainer, and its caller, to the memory of the CPU, which
-blocks; a thread of each writes the copy while the next steps are made. On resume the step's weights are published and
+After a step's update, each process copies its part of the trainer to the memory of the CPU, which blocks; a thread of
+each writes the copy while the next steps are made. On resume the step's weights are published and
 its metrics written again, in place of a line that may be there already, and later lines go: each step is in the metrics
 once, whenever the run was killed.
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.training.metrics.writer import Metrics
@@ -32,18 +32,6 @@ _logger = logging.getLogger(__name__)
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
-class _Resumable(Protocol):
-    """The state of what samples, such as that of a `numpy` generator (`rng.bit_generator.state`)."""
-
-    def state(self) -> Mapping[str, Any]:
-        """The state after the step that was just trained, in types that JSON can hold."""
-        ...
-
-    def restore(self, state: Mapping[str, Any], /) -> None:
-        """Set the state to one that `state` returned."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastStep:
     """The last step that a run has made, before its weights are published."""
@@ -52,8 +40,8 @@ class LastStep:
     """Steps made, at least one; the next step has this number."""
     metrics: Metrics
     groups: Mapping[str, Any] | None = None
-    """Which groups of this process were trained (`GroupNumbers.state`). None: the lowest numbers, because another
-    number of processes wrote the checkpoint."""
+    """Which groups of this process were trained, and the choices of their source (`StepGroups.state`). None: the lowest
+    numbers, because another number of processes wrote the checkpoint."""
 
 
 class Checkpoints:
@@ -66,16 +54,16 @@ class Checkpoints:
         every: int = 20,
         every_s: float | None = 600.0,
         num_kept: int = 2,
-        caller: _Resumable | None = None,
+        source: str = "",
     ) -> None:
         """Save every `every` steps, `every_s` seconds after the one before, after the first step and after the last;
-        keep the newest `num_kept`.
+        keep the newest `num_kept`. `source` says which problems the run has: it continues only with the same.
         """
         for name, value in (("every", every), ("num_kept", num_kept)):
             if value < 1:
                 raise InvalidInputError(f"Checkpoints.{name} must be at least 1, got {value}")
         self.folder = folder
-        self.caller = caller
+        self._source = source
         self._every = every
         self._every_s = every_s
         self._num_kept = num_kept
@@ -94,7 +82,7 @@ class Checkpoints:
 
     def holds(self, num_steps: int) -> bool:
         """Whether there is a checkpoint of this step."""
-        return num_steps in self._find_folders()
+        return num_steps in find_checkpoints(self.folder)
 
     def agree_if_due(self, trainer: Trainer, num_steps: int, *, last: int) -> bool:
         """As `is_due`, the same in all processes; raises as `finish` does if an earlier one could not be written."""
@@ -105,20 +93,18 @@ class Checkpoints:
         return is_due
 
     def save(self, trainer: Trainer, last: LastStep) -> None:
-        """Copy trainer, caller and last step, and begin to write the copy, once an earlier one is written.
+        """Copy trainer and last step, and begin to write the copy, once an earlier one is written.
 
         Raises:
-            InvalidInputError: the caller's state does not survive JSON.
+            InvalidInputError: what the source of groups has chosen does not survive JSON.
             CheckpointError: the earlier one cannot be written; those before it are unchanged.
         """
         self.finish(trainer)
-        with trainer.fail_together():
-            caller = None if self.caller is None else self.caller.state()
         num_processes = len(trainer.from_all_processes(None))
         extra: dict[str, Any] = {
             "num_steps": last.num_steps,
             "metrics": dict(last.metrics),
-            "caller": caller,
+            "source": self._source,
             "num_processes": num_processes,
             "groups": last.groups,
         }
@@ -150,42 +136,42 @@ class Checkpoints:
                 _logger.error("%s", error)
 
     def resume(self, trainer: Trainer) -> LastStep | None:
-        """Restore trainer and caller from the newest checkpoint that the first process finds; None without one.
+        """Restore the trainer from the newest checkpoint that the first process finds; None without one.
 
         Raises:
-            CheckpointError: the newest is damaged, or was written with another caller or trainer.
+            CheckpointError: the newest is damaged, or was written with another trainer or by a run of other problems.
         """
         with trainer.fail_together():
             if trainer.is_main_process:
                 remove_unfinished(self.folder, "step-")
-            found = self._find_folders()
+            found = find_checkpoints(self.folder)
         folder = trainer.from_main_process(found[max(found)] if found else None)
         if folder is None:
             return None
         extra = trainer.load(folder)
         num_processes = len(trainer.from_all_processes(None))
         with trainer.fail_together():
-            self._restore_caller(extra["caller"], folder)
+            self._check_source(extra, folder)
             groups = _find_groups(extra, folder, num_processes=num_processes)
         return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"], groups=groups)
 
     def _write(self, write: Callable[[Path], None], folder: Path) -> None:
         write(folder)
         if self._removes_old:
-            for _, old in sorted(self._find_folders().items())[: -self._num_kept]:
+            for _, old in sorted(find_checkpoints(self.folder).items())[: -self._num_kept]:
                 remove_folder(old)
 
-    def _restore_caller(self, state: Mapping[str, Any] | None, folder: Path) -> None:
-        if (state is None) != (self.caller is None):
+    def _check_source(self, extra: Mapping[str, Any], folder: Path) -> None:
+        if "source" not in extra:
             raise CheckpointError(
-                f"{folder} was written {'without' if state is None else 'with'} a caller's state: give Checkpoints the "
-                "same `caller` as in the run before"
+                f"{folder} does not say which problems its run has (`source`): another version of unbroken wrote it, "
+                "and this one cannot continue it"
             )
-        if self.caller is not None and state is not None:
-            self.caller.restore(state)
-
-    def _find_folders(self) -> dict[int, Path]:
-        return find_checkpoints(self.folder)
+        if extra["source"] != self._source:
+            raise CheckpointError(
+                f"the run began with {extra['source']!r} and cannot continue with {self._source!r} ({folder}): give it "
+                "the same data"
+            )
 
 
 def _find_groups(extra: Mapping[str, Any], folder: Path, *, num_processes: int) -> Mapping[str, Any] | None:

@@ -492,16 +492,12 @@ class LoopConfig:
     """How long to train, and which rollouts are recent enough."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "max_lag": "it is 0: older ids come from an engine that was restarted; max_staleness samples ahead",
         "num_zero_variance_scored": "it is 8, so that `mismatch/kl` has a value in each step",
     }
     """Fields that are no settings of a run, and why."""
 
     num_steps: int
     """Steps of the run; raise it to continue a run that has ended. With 0, a run evaluates and trains nothing."""
-    max_lag: int = 0
-    """Maximum policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are
-    sampled again: they come from an engine that was restarted and has its first weights."""
     max_staleness: int = 0
     """With 0, a step samples, trains and publishes in turn. Above it the engine samples while the trainer trains, and
     an id is trained at most this many policy versions after the one that sampled it (docs/sampling-ahead.md)."""
@@ -521,10 +517,6 @@ class LoopConfig:
         check_fields(
             self,
             num_steps=(self.num_steps >= 0, ">= 0"),
-            max_lag=(
-                self.max_lag >= 0 and (self.max_lag == 0 or self.max_staleness == 0),
-                ">= 0, and 0 with max_staleness, which takes its place",
-            ),
             max_staleness=(self.max_staleness >= 0, ">= 0"),
             max_replacements=(
                 self.max_replacements is None or (math.isfinite(self.max_replacements) and self.max_replacements >= 0),

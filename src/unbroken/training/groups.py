@@ -20,8 +20,8 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 class GroupSource(ABC):
     """Samples the groups of one process, numbered 0, 1, 2, ... without end; each is trained once.
 
-    A subclass has `groups_per_step` and `sample`. One that chooses a number's problem by the results so far, as a
-    curriculum does, has the other methods too.
+    A subclass has `groups_per_step` and `sample`. One whose groups depend on more than their numbers, on the results so
+    far as with a curriculum or on a generator, has the other methods too.
 
     Several are sampled at the same time, and not always in their order. A number whose group was dropped or lost, or
     was in flight when the run was killed, is asked for again: it stands for the same problem.
@@ -78,12 +78,12 @@ class GroupNumbers:
         self._again = [number for number in range(self._lowest, self._fresh) if number not in self._beyond]
         """A heap of numbers to give out again."""
         num_trained = self._lowest + len(self._beyond) - self._num_replaced
-        self._stop = num_trained + (num_steps - num_made) * groups_per_step + self._num_replaced
+        self._num_to_train = num_trained + (num_steps - num_made) * groups_per_step
 
     @property
     def has_next(self) -> bool:
         """Whether there is a number to give out."""
-        return bool(self._again) or self._fresh < self._stop
+        return bool(self._again) or self._fresh < self._num_to_train + self._num_replaced
 
     def take_next(self) -> int:
         """Give out the lowest number that is neither trained nor given out; there must be one (`has_next`)."""
@@ -106,7 +106,6 @@ class GroupNumbers:
     def mark_replaced(self, number: int) -> None:
         """It teaches nothing and is never given out again; there is one more number in its place."""
         self._num_replaced += 1
-        self._stop += 1
         self.mark_trained([number])
 
     def state(self) -> Mapping[str, Any]:

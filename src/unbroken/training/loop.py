@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 from unbroken.engines.base import Engine
@@ -15,12 +15,12 @@ from unbroken.timeline import Timeline
 from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
-from unbroken.training.groups import GroupSource
+from unbroken.training.groups import GroupNumbers, GroupSource
 from unbroken.training.metrics.step_log import StepLog
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.observer import RunObserver
 from unbroken.training.outages import Outages
-from unbroken.training.publication import Publication, publish_together
+from unbroken.training.publication import Publication
 from unbroken.training.queue import GroupQueue
 from unbroken.training.step import StepRunner
 from unbroken.training.trainer import Trainer
@@ -79,7 +79,7 @@ async def open_steps(
     _check_run(source, trainer, observer, config)
     first_version = trainer.policy_version
     last = await _resume(trainer, checkpoints, metrics, config, engine)
-    outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
+    outages = Outages(trainer, publisher, config, engine=engine)
     queue = await _open_queue(source, trainer, config, outages, timeline, engine, last, warm_start)
     log = StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics)
     notices = await Notices.open(trainer)
@@ -122,15 +122,23 @@ async def _open_queue(
     async with fail_together(trainer):
         if engine is not None:
             check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
+        state = None if last is None else last.groups
+        if state is not None and state.get("choices") is not None:
+            source.restore_choices(copy.deepcopy(state["choices"]))
+        numbers = GroupNumbers(
+            source.groups_per_step,
+            num_steps=max(config.num_steps - num_supervised, 0),
+            num_made=0 if last is None else max(last.num_steps - num_supervised, 0),
+            state=state,
+        )
         return GroupQueue(
             source=source,
-            config=replace(config, num_steps=max(config.num_steps - num_supervised, 0)),
+            config=config,
             outages=outages,
             has_variance=partial(trainer.objective.has_variance, config=trainer.config),
             timeline=timeline,
             engine_version=trainer.policy_version,
-            num_made=0 if last is None else max(last.num_steps - num_supervised, 0),
-            state=None if last is None else last.groups,
+            numbers=numbers,
         )
 
 
@@ -171,7 +179,10 @@ async def _end_again(steps: StepRunner, last: LastStep, *, has_engine_version: b
     engine was opened: then there is nothing to publish.
     """
     if not has_engine_version:
-        await steps.publication.publish(is_part_of_step=not steps.samples_nothing(last.num_steps))
+        # A supervised step has none of these rows, and trains others.
+        is_trained = last.metrics.get("train/num_rows") != 0
+        was_published = is_trained and not steps.samples_nothing(last.num_steps)
+        await steps.publication.publish(is_part_of_step=was_published)
     await steps.outages.repeat(steps.observer.on_resume)
     await steps.end(last.num_steps - 1, steps.log.end_step_of_another())
 

@@ -24,8 +24,8 @@ from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerU
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.config import LoopConfig
 from unbroken.training.trainer import Trainer
-from unbroken.training.waits import in_any_process
-from unbroken.weights.base import WeightUpdate
+from unbroken.training.waits import fail_together, in_any_process, log_waiting
+from unbroken.weights.base import WeightPublisher, WeightUpdate
 
 _GONE = (ServerUnreachableError, ServerBehindError)
 _SUSPICIOUS = frozenset({TrajectoryStatus.TIMEOUT, TrajectoryStatus.ABORTED})
@@ -41,14 +41,16 @@ class Outages:
     def __init__(
         self,
         trainer: Trainer | None,
-        publish: Callable[[], Awaitable[WeightUpdate]] | None,
+        publisher: WeightPublisher | None,
         config: LoopConfig,
         *,
         engine: Engine | None = None,
     ) -> None:
-        """Without `engine` there is no waiting; without `trainer` and `publish` its weights stay as they are."""
+        """Without `engine` there is no waiting; without a trainer its weights stay as they are. `publisher` is None in
+        a process whose engine another process publishes to.
+        """
         self._trainer = trainer
-        self._publish = publish
+        self._publisher = publisher
         self._config = config
         self._engine = engine
         self._num_losses = 0
@@ -97,22 +99,22 @@ class Outages:
         _log.warning("rollouts were lost and are sampled again: %s", _format_loss(error))
         await self._retry(self._check_health)
         if self._policy_version > 0:  # an engine starts with version 0
-            await self._publish_until_done()
+            await self.publish()
         self._num_losses += 1
         self._lost_s += time.perf_counter() - began_s
 
-    async def publish(self) -> WeightUpdate:
-        """Publish the trainer's weights; wait if the engines are gone.
+    async def publish(self) -> tuple[WeightUpdate, float]:
+        """Publish the trainer's weights, and wait if the engines are gone; returns for how long, besides the update.
 
         Raises:
             OutageError: the engines stayed away.
             UnbrokenError: the publisher raised it twice although the engine is there.
         """
         started = time.perf_counter()
-        update, lost_s = await self._publish_until_done()
-        self._lost_s += lost_s
+        update, lost_s = await self._retry(self._publish_once)
+        self.require_newest(self._policy_version)
         # What else a publication took, such as agreeing with other processes, is the publication's, not an outage's.
-        return replace(update, seconds=time.perf_counter() - started - lost_s)
+        return replace(update, seconds=time.perf_counter() - started - lost_s), lost_s
 
     async def find_loss(self, group: TrajectoryGroup, *, oldest_version: int) -> EngineError | None:
         """The error if the engine was gone, or has ids older than `oldest_version`; None if the group can be used."""
@@ -123,8 +125,7 @@ class Outages:
             if (versions := member.tree.sampled_versions) and versions[0] < oldest_version:
                 return ServerBehindError(
                     f"trajectory {member.trajectory_id} was sampled with policy version {versions[0]}, and the trainer "
-                    f"has version {self._policy_version} (loop.max_lag is {self._config.max_lag}, "
-                    f"max_staleness {self._config.max_staleness})"
+                    f"has version {self._policy_version} (loop.max_staleness is {self._config.max_staleness})"
                 )
         if any(member.status in _SUSPICIOUS or isinstance(member.error, EngineError) for member in members):
             return await self._find_fault()
@@ -137,8 +138,7 @@ class Outages:
     def require_newest(self, policy_version: int) -> None:
         """Ignore servers whose weights are too old, now that the engine has taken a version."""
         if isinstance(self._engine, RequiresVersion):
-            longest = max(self._config.max_lag, self._config.max_staleness)
-            self._engine.require_version(max(policy_version - longest, 0))
+            self._engine.require_version(max(policy_version - self._config.max_staleness, 0))
 
     def take_metrics(self) -> dict[str, float]:
         """Number of losses and seconds lost since the last call."""
@@ -195,12 +195,21 @@ class Outages:
             await asyncio.sleep(self._config.outages.ask_every_s)
             lost_s = time.perf_counter() - began_s
 
-    async def _publish_until_done(self) -> tuple[WeightUpdate, float]:
-        """Publish the weights, as `_retry`; servers that missed them are ignored from now on."""
-        assert self._publish is not None, "a trainer publishes"
-        done = await self._retry(self._publish)
-        self.require_newest(self._policy_version)
-        return done
+    async def _publish_once(self) -> WeightUpdate:
+        """Publish the weights as they are. An error of one process is raised on all, but a lost engine in its own."""
+        trainer, publisher, update = self._trainer, self._publisher, WeightUpdate(num_bytes=0, seconds=0.0)
+        assert trainer is not None, "a run that trains publishes"
+        weights, lost = trainer.named_weights(), None
+        async with fail_together(trainer, weights):
+            if publisher is not None:
+                try:
+                    async with log_waiting(f"policy version {trainer.policy_version} to be taken by the engine"):
+                        update = await publisher.publish(weights, policy_version=trainer.policy_version)
+                except EngineError as error:
+                    lost = error
+        if lost is not None:
+            raise lost
+        return update
 
 
 def _format_loss(error: Exception | None) -> str:

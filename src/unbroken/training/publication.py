@@ -10,7 +10,6 @@ Of several processes one may publish for all. Which version the engines have is 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,9 +21,8 @@ from unbroken.training.metrics.step_log import StepLog
 from unbroken.training.outages import Outages
 from unbroken.training.queue import GroupQueue
 from unbroken.training.trainer import Trainer
-from unbroken.training.waits import Notices, log_waiting
-from unbroken.weights.adapters import is_adapter
-from unbroken.weights.base import WeightPublisher, WeightUpdate
+from unbroken.training.waits import Notices, fail_together, log_waiting
+from unbroken.weights.base import WeightPublisher
 from unbroken.weights.sources import WeightStream
 
 
@@ -52,8 +50,8 @@ class Publication:
         self._notices = notices
         self._timeline = timeline
         self._log = log
-        self._beside: asyncio.Task[int | None] | None = None
-        """Publishes a copy of the weights, beside the next step. Its result is the version; None after an error."""
+        self._beside: asyncio.Task[None] | None = None
+        """Publishes a copy of the weights, beside the next step."""
 
     async def publish(self, *, is_part_of_step: bool = True) -> None:
         """Publish the weights as they are, while nothing is sampled. If the engine is gone, wait until it has them.
@@ -65,9 +63,8 @@ class Publication:
         """
         version = self._trainer.policy_version
         with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
-            update = await self._outages.publish()
+            update, lost_s = await self._outages.publish()
         self._note_published(version)
-        lost_s = self._outages.take_metrics()["seconds/outages"]
         if is_part_of_step:
             self._log.end_publication(update, lost_s=lost_s)
 
@@ -85,11 +82,10 @@ class Publication:
         """Wait for the publication beside the steps, in all processes; if it lost the engine, until that is back."""
         if self._beside is None:
             return
-        version, self._beside = await self._beside, None
+        await self._beside
+        self._beside = None
         if await self._queue.meet(self._trainer):
             await self.recover()
-        elif version is not None:
-            self._queue.set_engine_version(version)
 
     async def recover(self) -> None:
         """Wait in all processes until the engines are back, and give them the trainer's weights before a group starts.
@@ -110,11 +106,11 @@ class Publication:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
 
-    async def _publish_beside(self, weights: WeightStream | None, version: int) -> int | None:
+    async def _publish_beside(self, weights: WeightStream | None, version: int) -> None:
         """Publish the copy; in a process without a publisher, wait for the one that publishes for it.
 
-        Returns the version if nothing was raised. No error leaves this, for it is awaited only where the processes
-        meet: the queue keeps it until then, and starts no group.
+        No error leaves this, for it is awaited only where the processes meet: the queue keeps it until then, and starts
+        no group.
         """
         try:
             with self._timeline.span(f"publish version {version}", track=Track.PUBLISHER):
@@ -128,40 +124,17 @@ class Publication:
                     self._log.end_publication_beside(update)
         except EngineError as error:
             self._queue.lose(error)
-            return None
         except Exception as error:
             self._queue.fail(error)
-            return None
-        if is_taken:  # if not, the process that publishes has the error, and raises it when they meet
-            self._outages.require_newest(version)
-            self._note_published(version)
-        return version
+        else:
+            if is_taken:  # if not, the process that publishes has the error, and raises it when they meet
+                self._outages.require_newest(version)
+                self._note_published(version)
 
     def _note_published(self, version: int) -> None:
         """The engine has this version: groups that waited for it may start."""
         self._queue.set_engine_version(version)
         self._timeline.count("version, published", version=version)
-
-
-async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
-    """Publish the weights as they are; an error of one process is raised on all, but a lost engine in its own only, for
-    `Outages` to settle.
-    """
-    started = time.perf_counter()
-    weights = trainer.named_weights()
-    update, gone, failure = None, None, None
-    try:
-        if publisher is not None:
-            async with log_waiting(f"policy version {trainer.policy_version} to be taken by the engine"):
-                update = await publisher.publish(weights, policy_version=trainer.policy_version)
-    except EngineError as error:
-        gone = error
-    except Exception as error:
-        failure = error
-    await asyncio.to_thread(trainer.finish_together, weights, failure)
-    if gone is not None:
-        raise gone
-    return update or WeightUpdate(num_bytes=0, seconds=time.perf_counter() - started)
 
 
 async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> WeightStream | None:
@@ -172,20 +145,15 @@ async def copy_weights(trainer: Trainer, publisher: WeightPublisher | None) -> W
     """
     weights = trainer.named_weights()
     copies: WeightStream | None = None
-    failure: Exception | None = None
-    if publisher is not None:
-        try:
+    async with fail_together(trainer, weights):
+        if publisher is not None:
             dtype = await publisher.dtype() if isinstance(publisher, _CastingPublisher) else None
             copies = await asyncio.to_thread(_copy, weights, dtype)
-        except Exception as error:
-            failure = error
-    await asyncio.to_thread(trainer.finish_together, weights, failure)
     return copies
 
 
 def _copy(weights: WeightStream, dtype: str | None) -> WeightStream:
-    if not is_adapter([spec.name for spec in weights.specs]):  # an engine may merge an adapter in float32
-        weights = weights.cast(dtype)
+    weights = weights.cast(dtype)
     copies = []
     for spec, (name, tensor) in zip(weights.specs, weights, strict=True):
         copy = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=tensor.is_cuda)

@@ -13,7 +13,7 @@ import asyncio
 import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from unbroken.counters import Effort, count_effort
@@ -66,8 +66,6 @@ class StepGroups:
     """From 0."""
     groups: Sequence[TrajectoryGroup]
     counts: GroupCounts
-    waited_s: float
-    """How long the trainer waited for them."""
     since_last_s: float
     """Since the groups of the step before were taken, or the loop began."""
     idle: Mapping[str, float | None]
@@ -137,11 +135,7 @@ class GroupQueue:
     timeline: Timeline
     engine_version: int
     """The weights that all engines of this process have at least; the trainer begins with the same."""
-    num_made: InitVar[int] = 0
-    """Steps that a run has made that continues."""
-    state: InitVar[Mapping[str, Any] | None] = None
-    """Of the groups after these steps (`StepGroups.state`)."""
-    numbers: GroupNumbers = field(init=False)
+    numbers: GroupNumbers
     idle: IdleTimes = field(init=False, default_factory=IdleTimes)
     lost: EngineError | None = field(init=False, default=None)
     """Why a group was lost, since the last outage that the trainer has dealt with. No group starts until then."""
@@ -170,14 +164,9 @@ class GroupQueue:
     _num_steps: int = field(init=False, default=0)
     """Since then."""
 
-    def __post_init__(self, num_made: int, state: Mapping[str, Any] | None) -> None:
-        """Raises `CheckpointError` if problems were chosen before, and the source does not choose."""
-        if state is not None and state.get("choices") is not None:
-            self.source.restore_choices(copy.deepcopy(state["choices"]))
-        per_step = self.source.groups_per_step
-        self.numbers = GroupNumbers(per_step, num_steps=self.config.num_steps, num_made=num_made, state=state)
+    def __post_init__(self) -> None:
         self._next_version = self.engine_version
-        self._limit = 2 * per_step if self._is_ahead else self._highest_limit
+        self._limit = min(2 * self.source.groups_per_step, self._highest_limit)
 
     @property
     def num_in_flight(self) -> int:
@@ -208,7 +197,7 @@ class GroupQueue:
         self.idle.set(waits=0)
         return chosen
 
-    def take(self, chosen: Sequence[_LiveGroup], step: int, *, waited_s: float, next_version: int) -> StepGroups:
+    def take(self, chosen: Sequence[_LiveGroup], step: int, *, next_version: int) -> StepGroups:
         """Take finished groups for a step, in the order of their numbers: they are trained from now on.
 
         The step after it begins with `next_version` at the latest. `failure` is set if the source cannot record them.
@@ -231,7 +220,6 @@ class GroupQueue:
             groups=[live.group for live in chosen if live.group is not None],
             replaced=[replaced[number] for number in sorted(replaced)],
             counts=counts + GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight),
-            waited_s=waited_s,
             since_last_s=since_last_s,
             idle=idle,
             state=self.get_state(),
@@ -403,17 +391,17 @@ class GroupQueue:
         trained_at = self._next_version + len(self._live) // self.source.groups_per_step
         return trained_at - self.engine_version <= self.config.max_staleness
 
+    def _get_oldest_allowed(self, version: int) -> int:
+        """The oldest version that an id may have which is trained at this one."""
+        return version - self.config.max_staleness
+
     def _is_too_old(self, live: _LiveGroup, version: int) -> bool:
         """Whether the group may not be trained at this version or later."""
-        return version - live.oldest_version > self._max_age
+        return live.oldest_version < self._get_oldest_allowed(version)
 
     def _find_oldest_usable(self, live: _LiveGroup) -> int:
         """The oldest version of its ids; one that is older than its start, and too old, is of an engine left behind."""
-        return min(live.oldest_version, self._next_version - self._max_age)
-
-    @property
-    def _max_age(self) -> int:
-        return max(self.config.max_staleness, self.config.max_lag)
+        return min(live.oldest_version, self._get_oldest_allowed(self._next_version))
 
     @property
     def _is_ahead(self) -> bool:
@@ -450,8 +438,6 @@ class GroupQueue:
 
     def _adapt_limit(self, *, waited: float) -> None:
         """Adapt the limit when the groups of a step are taken, to the share of the time that was waited for them."""
-        if not self._is_ahead:
-            return
         per_step = self.source.groups_per_step
         self._num_steps += 1
         if waited > _WAITED:

@@ -151,7 +151,6 @@ class StepRunner:
         else:
             with record_function("rollouts"):
                 groups = await self._take_groups(step)
-            self._begin(step, waited_s=groups.waited_s, since_last_s=groups.since_last_s)
             with record_function("train"):
                 await self._update(groups, await self._make_units(groups))
             state = groups.state
@@ -213,7 +212,8 @@ class StepRunner:
         return self.queue.get_state()
 
     async def _take_groups(self, step: int) -> StepGroups:
-        """Wait until every process has its groups for the step; engines that went away are waited for together.
+        """Wait until every process has its groups for the step, which then begins; engines that went away are waited
+        for together.
 
         A process comes to the meeting once it has its groups, has lost its engine, or has failed: nobody waits for one
         that cannot come. A group that lost its engine is sampled again as a whole: long rollouts are lost first, and
@@ -225,8 +225,10 @@ class StepRunner:
             lost = self.queue.lost
             if not await self.queue.meet(self.trainer):  # no process has lost its engine
                 assert chosen is not None, "it waits until there are groups, or something is wrong"
-                groups = self.queue.take(chosen, step, waited_s=loop_time_s() - started, next_version=version + 1)
+                waited_s = loop_time_s() - started
+                groups = self.queue.take(chosen, step, next_version=version + 1)
                 await raise_together(self.trainer, self.queue.failure)  # of a source that takes note of its groups
+                self._begin(step, waited_s=waited_s, since_last_s=groups.since_last_s)
                 return groups
             await self.publication.recover()
         raise self.outages.make_final_error(lost) from lost

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 from uuid import uuid4
 
+import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
@@ -39,14 +40,16 @@ async def raise_together(trainer: Trainer, failure: Exception | None) -> None:
 
 
 @asynccontextmanager
-async def fail_together(trainer: Trainer) -> AsyncIterator[None]:
-    """Run a block in every process; if it fails in one, raise on all (`Trainer.fail_together`)."""
+async def fail_together(trainer: Trainer, weights: Iterable[tuple[str, torch.Tensor]] = ()) -> AsyncIterator[None]:
+    """Run a block in every process; if it fails in one, raise on all (`Trainer.finish_together`). What the block leaves
+    of `weights`, which processes gather together, is gathered then.
+    """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    await raise_together(trainer, failure)
+    await asyncio.to_thread(trainer.finish_together, weights, failure)
 
 
 class Notices:
@@ -81,9 +84,11 @@ class Notices:
                 await asyncio.to_thread(self._store.set, str(version), posted)
 
     async def wait_for(self, version: int) -> bool:
-        """Wait until another process has announced what became of this version, and return whether it was taken."""
+        """Wait until another process has announced what became of this version, and return whether it was taken; in a
+        run of one process there is no engine to take it.
+        """
         if self._store is None:
-            return False
+            return True
         while not await asyncio.to_thread(self._store.check, [str(version)]):  # noqa: ASYNC110  # of another process
             await asyncio.sleep(_POLL_S)
         posted: bytes = await asyncio.to_thread(self._store.get, str(version))

@@ -110,7 +110,8 @@ class BroadcastPublisher:
             others has; gloo otherwise.
         bucket_bytes: a chunk ends with the first weight that makes it larger. At most two chunks are held, and more
             than twice these bytes only for a weight that is larger itself.
-        dtype: of floating-point weights on the wire, under torch's name; None is the servers' own.
+        dtype: of floating-point weights on the wire, under torch's name; None is the servers' own. An adapter keeps its
+            own.
         reuse_kv: keep keys and values of older weights.
         timeout_s: longest wait for each step of an update. With `InFlight.FINISH` requests must end within it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,43 +99,32 @@ class WeightShapes:
         """Find the checkpoint's name for each weight of an update, given by name and shape.
 
         Returns:
-            The names of the weights to load, a tied head left out (joined experts have an `ExpertNames.pattern`); and
-            the given names of head and embedding if both came, whose values must agree.
+            The names of the weights to load (`find_names`); and the given names of a tied head and its embedding if the
+            head came too, whose values must agree.
 
         Raises:
             SamplingError: an unknown, repeated or missing name, or another shape.
         """
-        names: dict[str, str] = {}
         seen: set[str] = set()
         for own, shape in given.items():
-            if (experts := self._find_experts(own, shape)) is not None:
-                names[own] = experts.pattern
-                for part, part_shape in experts.get_shapes(shape).items():
-                    self._check(part, part_shape, seen)
-                    seen.add(part)
-                continue
-            names[own] = name = self._own_name(own)
-            self._check(name, shape, seen)
-            seen.add(name)
+            for name, part_shape in self._list_parts(own, shape).items():
+                self._check(name, part_shape, seen)
+                seen.add(name)
         self._check_missing(seen)
-        head = next((own for own, name in names.items() if name == _HEAD), None)
-        if self.tied_to is None or head is None:
+        names = self.find_names(given)
+        if self.tied_to is None or _HEAD not in seen:
             return names, None
-        del names[head]
-        return names, (head, next(own for own, name in names.items() if name == self.tied_to))
+        by_name = {self._own_name(own): own for own in given}
+        return names, (by_name[_HEAD], by_name[self.tied_to])
 
     def find_names(self, given: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """Find the checkpoint's name for each weight of a part of an update, as `match`.
-
-        Raises:
-            SamplingError: the model has no such weight.
+        """Find the checkpoint's name for each weight to load of an update or a part of it, which is checked already; a
+        tied head is left out, and joined experts have an `ExpertNames.pattern`.
         """
         found = {}
         for own, shape in given.items():
             experts = self._find_experts(own, shape)
             name = self._own_name(own) if experts is None else experts.pattern
-            if experts is None:
-                self._check(name, shape, set())
             if name != _HEAD or self.tied_to is None:
                 found[own] = name
         return found
@@ -147,32 +136,13 @@ class WeightShapes:
 
     def check_one(self, given: str, shape: Sequence[int]) -> None:
         """Raise `SamplingError` unless the model has such a weight, or weights of single experts that it joins."""
-        experts = self._find_experts(given, shape)
-        parts = {self._own_name(given): shape} if experts is None else experts.get_shapes(shape)
-        for name, part_shape in parts.items():
+        for name, part_shape in self._list_parts(given, shape).items():
             self._check(name, part_shape, set())
 
-    def checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of an update one at a time, under the names of the checkpoint; a tied head is left out.
-
-        They may have those names, or those of the model in memory (`named_parameters`), where the experts of a layer
-        are one tensor.
-
-        Raises:
-            SamplingError: an unknown, repeated or missing name, another shape, or a tied head with other values.
-                Missing names and the head are found only at the end.
-        """
-        tied: dict[str, torch.Tensor] = {}
-        seen: set[str] = set()
-        for given, tensor in self._split_experts(weights):
-            name = self._own_name(given)
-            self._check(name, tensor.shape, seen)
-            seen.add(name)
-            if self.tied_to is not None and name in (_HEAD, self.tied_to):
-                tied[name] = tensor.detach()
-            if name != _HEAD or self.tied_to is None:
-                yield name, tensor
-        self._check_all(seen, tied)
+    def _list_parts(self, given: str, shape: Sequence[int]) -> Mapping[str, Sequence[int]]:
+        """The checkpoint's weights that a given one is: one, or those of the single experts that it joins."""
+        experts = self._find_experts(given, shape)
+        return {self._own_name(given): shape} if experts is None else experts.get_shapes(shape)
 
     def _find_experts(self, given: str, shape: Sequence[int]) -> ExpertNames | None:
         """Find the weights of single experts that a weight in memory joins; None for other weights."""
@@ -181,12 +151,6 @@ class WeightShapes:
             return None
         kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
         return ExpertNames(prefix=match[1], kinds=kinds)
-
-    def _split_experts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield joined experts one by one, and other weights as they are."""
-        for given, tensor in weights:
-            experts = self._find_experts(given, tensor.shape)
-            yield from [(given, tensor)] if experts is None else experts.split(tensor)
 
     def _own_name(self, given: str) -> str:
         """Return the checkpoint's name for a weight, or the given name if the checkpoint has none."""
@@ -210,13 +174,6 @@ class WeightShapes:
             raise SamplingError(
                 f"vLLM takes all weights or none: {len(missing)} of {len(self.shapes)} are missing, first "
                 f"{min(missing)!r}" + ("" if written else " (an iterator that was used up before?)")
-            )
-
-    def _check_all(self, written: set[str], seen: Mapping[str, torch.Tensor]) -> None:
-        self._check_missing(written)
-        if _HEAD in seen and not (seen[_HEAD].to(seen[self.tied_to or ""].device) == seen[self.tied_to or ""]).all():
-            raise SamplingError(
-                f"weights {_HEAD!r} and {self.tied_to!r} are tied in the model, but their values differ"
             )
 
 

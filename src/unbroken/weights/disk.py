@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError, WeightsError
 from unbroken.types import InFlight
-from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.sources import WeightStream
 from unbroken.weights.store import StoredVersion, VersionStore
@@ -106,7 +105,8 @@ class DiskPublisher:
         started = time.perf_counter()
         if self._store.has_deltas and self._dtype is None:
             self._dtype = await _find_dtype(self._clients)
-        version = await asyncio.to_thread(self._write, named_parameters, policy_version)
+        weights = WeightStream.of(named_parameters).cast(self._dtype)
+        version = await asyncio.to_thread(self._store.write, weights.read_cast(), policy_version=policy_version)
         self._newest = version
         clients = tuple(self._clients)
         asked = await _find_healthy(clients)
@@ -120,9 +120,6 @@ class DiskPublisher:
         return WeightUpdate(
             num_bytes=version.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
         )
-
-    def _write(self, named_parameters: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> StoredVersion:
-        return self._store.write(_cast(named_parameters, self._dtype), policy_version=policy_version)
 
     async def _load(self, client: AsyncClient, version: StoredVersion) -> None:
         try:
@@ -180,15 +177,3 @@ async def _find_dtype(clients: Sequence[AsyncClient]) -> str | None:
     states = await asyncio.gather(*(client.weights_state() for client in clients), return_exceptions=True)
     found = {state["dtype"] for state in states if isinstance(state, dict)}
     return found.pop() if len(found) == 1 else None
-
-
-def _cast(named: Iterable[tuple[str, torch.Tensor]], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights in a dtype; but an adapter, which an engine may add in float32, as it is."""
-    import torch
-
-    weights = WeightStream.of(named)
-    if dtype is None or is_adapter([spec.name for spec in weights.specs]):
-        yield from weights
-        return
-    for name, tensor in weights:
-        yield name, tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor

@@ -58,18 +58,18 @@ class _AnnouncedWeights:
 class WireSource(WeightSource):
     """The weights of one update over the wire: parts that the engine takes as they are announced."""
 
-    __slots__ = ("_call", "_failure", "_idle_s", "_is_ended", "_parts", "_version", "_wake", "specs", "sums")
+    __slots__ = ("_call", "_failure", "_idle_s", "_parts", "_version", "_wake", "specs", "sums")
 
     def __init__(self, call: Call, *, idle_s: float) -> None:
         """The sender has failed if it announces nothing for `idle_s` once a part was loaded."""
         self._version: int | None = None
+        """Once there are no more parts."""
         self.specs: dict[str, TensorSpec] = {}
         """All that was loaded so far, by name."""
         self.sums: dict[str, int] = {}
         self._call = call
         self._idle_s = idle_s
         self._parts: list[_AnnouncedWeights] = []
-        self._is_ended = False
         self._failure: str | None = None
         self._wake = asyncio.Event()
 
@@ -85,7 +85,7 @@ class WireSource(WeightSource):
 
     def end(self, policy_version: int) -> None:
         """There are no more parts, and what came is what was sent."""
-        self._version, self._is_ended = policy_version, True
+        self._version = policy_version
         self._wake.set()
 
     def fail(self, reason: str) -> None:
@@ -102,7 +102,7 @@ class WireSource(WeightSource):
         """Wait until a part is announced, as long as it takes; returns its shapes. `WeightsError` if none will come."""
         while not self._parts:
             self._check_going()
-            if self._is_ended:
+            if self._version is not None:
                 raise WeightsError("the update has no weights")
             await self._wait()
         return {spec.name: spec.shape for spec in self._parts[0].specs}
@@ -113,17 +113,17 @@ class WireSource(WeightSource):
         Raises:
             WeightsError: the sender is gone or silent, or what came is not what it sent.
         """
-        while (part := await self.next_part()) is not None:
+        while (part := await self._next_part()) is not None:
             yield part
 
-    async def next_part(self) -> _AnnouncedWeights | None:
+    async def _next_part(self) -> _AnnouncedWeights | None:
         """The next of `parts`."""
         until = time.monotonic() + self._idle_s
         while True:
             self._check_going()
             if self._parts:
                 return self._parts.pop(0)
-            if self._is_ended:
+            if self._version is not None:
                 return None
             if time.monotonic() > until:
                 raise WeightsError(f"the sender has neither sent more nor finished for {self._idle_s:g} s")

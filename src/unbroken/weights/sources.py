@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import InvalidInputError, SamplingError, WeightsError
 from unbroken.types import is_whole
+from unbroken.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     import torch
@@ -105,17 +106,32 @@ class WeightStream:
         """Bytes of all values."""
         return sum(spec.num_bytes for spec in self.specs)
 
+    def list_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each weight; `SamplingError` if one came twice."""
+        if (repeated := find_repeated([spec.name for spec in self.specs])) is not None:
+            raise SamplingError(f"weight {repeated!r} came twice")
+        return {spec.name: spec.shape for spec in self.specs}
+
     @property
     def is_whole(self) -> bool:
         """Whether all values can be read from now on."""
         return self.is_kept or not self._has_begun
 
     def cast(self, dtype: str | None) -> WeightStream:
-        """Return the same values with the floating-point ones in another dtype; None leaves them."""
-        if dtype is None:
+        """Return the same values with the floating-point ones in another dtype. None leaves them, and an adapter stays
+        as it is, because an engine may add it in float32.
+        """
+        if dtype is None or is_adapter([spec.name for spec in self.specs]):
             return self
         specs = (replace(spec, dtype=dtype) if spec.dtype in _FLOATING else spec for spec in self.specs)
         return WeightStream(specs, self)
+
+    def read_cast(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the values in the dtypes of the specs."""
+        import torch
+
+        for spec, (name, tensor) in zip(self.specs, self, strict=True):
+            yield name, tensor.detach().to(getattr(torch, spec.dtype))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for named in self._tensors:

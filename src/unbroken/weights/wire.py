@@ -392,10 +392,7 @@ def send(group: PackedGroup, stream: WeightStream, packing: BufferPacking, *, ch
 
 def sum_stream(stream: WeightStream) -> list[int]:
     """Return what `send` would return, without sending."""
-    import torch
-
-    casts = zip(stream.specs, stream, strict=True)
-    return _read_sums([sum_bytes(tensor.detach().to(getattr(torch, spec.dtype))) for spec, (_, tensor) in casts])
+    return _read_sums([sum_bytes(values) for _, values in stream.read_cast()])
 
 
 def _read_sums(sums: Sequence[torch.Tensor]) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from support.pretend import PretendEngine, PretendTrainer, pretend_to_train
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import CheckpointError, InvalidInputError, RewardError, RolloutError, ToolsNotShownError
+from unbroken.errors import InvalidInputError, RewardError, RolloutError, ToolsNotShownError
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -109,12 +109,6 @@ async def test_a_sampling_seed_of_the_users_changes_what_is_sampled():
     for run in (own, without):
         await run.sample_group(0, size=2)
     assert not set(seeds(own)) & set(seeds(without))
-
-
-def test_a_run_does_not_go_on_with_other_problems():
-    state = Collector(sampler(Problems(env=numbered, source="5 rows"))).state()
-    with pytest.raises(CheckpointError, match="began with 5 rows and cannot continue with 6 rows"):
-        Collector(sampler(Problems(env=numbered, source="6 rows"))).restore(state)
 
 
 def test_a_step_needs_a_problem_for_each_process():

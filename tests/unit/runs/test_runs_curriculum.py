@@ -155,18 +155,22 @@ OWN_RECIPE = (
     CURRICULUM
     + """
 from dataclasses import replace
+from pathlib import Path
 from support import letters_recipe
 from support.letters_recipe import Config
 
+SOURCE = Path(__file__).with_name("source")
+
 async def make_task(config):
     task = await letters_recipe.make_task(config)
-    return replace(task, curriculum={curriculum})
+    return replace(task, curriculum={curriculum}, train_on=replace(task.train_on, source=SOURCE.read_text()))
 """
 )
 
 
-def test_a_curriculum_of_the_recipes_code_is_recorded_by_name_and_missed_by_it(tmp_path, capsys):
+def test_a_curriculum_of_the_recipes_code_is_recorded_by_name_and_missed_by_it_as_other_problems_are(tmp_path, capsys):
     recipe, model = tmp_path / "own.py", save_tiny_model(tmp_path / "model")
+    (tmp_path / "source").write_text("5 rows")
     recipe.write_text(OWN_RECIPE.replace("{curriculum}", "make"))
     words = ["train", str(recipe), f"--model={model}", f"--output={tmp_path / 'run'}", "--trainer.numerics=exact"]
     for num_steps in (1, 2):
@@ -174,6 +178,9 @@ def test_a_curriculum_of_the_recipes_code_is_recorded_by_name_and_missed_by_it(t
     stored = json.loads((tmp_path / "run" / "recipe.json").read_text())
     assert stored["curriculum"] == "own.py:make"
     capsys.readouterr()
+    (tmp_path / "source").write_text("6 rows")
+    assert main([*words, "--loop.num-steps=3"]) != 0
+    assert "began with '5 rows' and cannot continue with '6 rows'" in capsys.readouterr().err.replace("\n", " ")
     assert main(["verify", str(tmp_path / "run")]) != 0
     assert "curriculum must be none: the state by which it chose" in (error := capsys.readouterr().err)
     assert "got own.py:make" in error

@@ -251,9 +251,9 @@ def remove_extra_of_a_checkpoint(run: Path) -> None:
     edit_json(run / "checkpoints" / "step-00000004" / "state.json", lambda state: state["processes"][0].pop("extra"))
 
 
-def change_caller_of_a_checkpoint(run: Path) -> None:
+def change_source_of_a_checkpoint(run: Path) -> None:
     def edit(state: Any) -> None:
-        state["processes"][0]["extra"]["caller"]["source"] = "other.jsonl"
+        state["processes"][0]["extra"]["source"] = "other.jsonl"
 
     edit_json(run / "checkpoints" / "step-00000002" / "state.json", edit)
 
@@ -304,7 +304,7 @@ PLANTED = [
     (remove_extra_of_a_checkpoint, "step 3: checkpoints/step-00000004: num_steps is None, and here 4"),
     (add_to_a_segment, OF_ROW + "segments is "),
     (change_number_of_sampled_ids, ": num_sampled of its turns is [9], and computed again [8]"),
-    (change_caller_of_a_checkpoint, "step 1: checkpoints/step-00000002: caller is {'source': 'other.jsonl'}, and in "),
+    (change_source_of_a_checkpoint, "step 1: checkpoints/step-00000002: source is 'other.jsonl', and in "),
     (
         change_digest_of_the_code,
         f"differs: recipe.json: files: the SHA-256 of {RECIPE.name}, the recipe's code is '000",

@@ -218,8 +218,3 @@ def test_stale_rows_are_corrected_as_the_config_says():
         config = TrainerConfig(**settings)
         assert PolicyGradient().for_stale_rows(config) == config
     assert OnlineDpo().for_stale_rows(TrainerConfig()) == TrainerConfig()
-
-
-def test_a_max_lag_beside_max_staleness_is_refused():
-    with pytest.raises(InvalidInputError, match=r"max_lag must be >= 0, and 0 with max_staleness, .* got 1"):
-        LoopConfig(num_steps=1, max_staleness=2, max_lag=1)

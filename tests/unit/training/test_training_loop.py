@@ -13,7 +13,7 @@ import pytest
 
 from support.loops import Callbacks
 from support.models import tiny_qwen3
-from support.rows import group, trajectory
+from support.rows import at_version, group, trajectory
 from support.steps import train
 from unbroken.counters import Counters, Event
 from unbroken.engines.transformers import TransformersEngine
@@ -109,31 +109,33 @@ async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, ma
 
 
 class Steps(GroupSource):
-    """One group a step."""
+    """One group a step, as if the trainer's weights had sampled it."""
 
     groups_per_step = 1
 
-    def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+    def __init__(self, groups: Sequence[TrajectoryGroup], trainer: Trainer) -> None:
         self.groups = groups
+        self.trainer = trainer
 
     async def sample(self, number: int) -> TrajectoryGroup:
-        return self.groups[number]
+        return at_version(self.groups[number], self.trainer.policy_version)
 
 
 async def run(
     steps: Sequence[TrajectoryGroup], directory, *, trainer=None, publisher=None, on_step=None, **options
 ) -> list[dict]:
-    """Train on these groups of version 0, one item per step, and return what was logged."""
+    """Train on these groups, one item per step, and return what was logged."""
+    trainer = trainer or make_trainer()
     config = {
         key: options.pop(key) for key in ("max_empty_steps", "max_replacements", "max_staleness") if key in options
     }
     with MetricsWriter(directory) as metrics:
         await train(
-            options.pop("source", None) or Steps(steps),
-            trainer=trainer or make_trainer(),
+            options.pop("source", None) or Steps(steps, trainer),
+            trainer=trainer,
             publisher=publisher or Nothing(),
             metrics=metrics,
-            config=LoopConfig(num_steps=len(steps), max_lag=0 if config.get("max_staleness") else len(steps), **config),
+            config=LoopConfig(num_steps=len(steps), **config),
             observer=Callbacks(on_step=on_step),
             **options,
         )
@@ -279,8 +281,9 @@ async def test_seconds_are_logged_apart(tmp_path):
 class Numbered(GroupSource):
     """Groups that differ by their numbers alone."""
 
-    def __init__(self, groups_per_step: int) -> None:
+    def __init__(self, groups_per_step: int, trainer: Trainer) -> None:
         self.groups_per_step = groups_per_step
+        self.trainer = trainer
         self.sampled: list[int] = []
         self.trees: list[weakref.ref] = []
         self.num_alive: list[int] = []
@@ -289,15 +292,16 @@ class Numbered(GroupSource):
     async def sample(self, number: int) -> TrajectoryGroup:
         gc.collect()
         self.num_alive.append(sum(tree() is not None for tree in self.trees))
-        made = group(trajectory(1.0), trajectory(0.0))
+        made = at_version(GOOD, self.trainer.policy_version)
         self.sampled.append(number)
         self.trees.append(weakref.ref(made.trajectories[0].tree))
         return made
 
 
 async def test_a_steps_groups_are_not_in_memory_while_the_next_are_sampled(tmp_path):
-    source = Numbered(1)
-    await run([GOOD] * 3, tmp_path, source=source)
+    trainer = make_trainer()
+    source = Numbered(1, trainer)
+    await run([GOOD] * 3, tmp_path, source=source, trainer=trainer)
     assert source.num_alive == [0, 0, 0]
 
 
@@ -306,9 +310,10 @@ async def test_a_run_goes_on_with_fewer_or_more_groups_a_step(tmp_path, groups_p
     def checkpoints() -> Checkpoints:
         return Checkpoints(tmp_path / "checkpoints", every=1)
 
-    await run([GOOD] * 2, tmp_path, source=Numbered(3), checkpoints=checkpoints())
-    source = Numbered(groups_per_step)
-    await asyncio.wait_for(run([GOOD] * 4, tmp_path, source=source, checkpoints=checkpoints()), 60)
+    first, second = make_trainer(), make_trainer()
+    await run([GOOD] * 2, tmp_path, source=Numbered(3, first), trainer=first, checkpoints=checkpoints())
+    source = Numbered(groups_per_step, second)
+    await asyncio.wait_for(run([GOOD] * 4, tmp_path, source=source, trainer=second, checkpoints=checkpoints()), 60)
     assert source.sampled == list(range(6, 6 + 2 * groups_per_step))
 
 

@@ -21,6 +21,8 @@ from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.outages import Outages
 from unbroken.training.trainer import Trainer
+from unbroken.weights.base import WeightUpdate
+from unbroken.weights.sources import WeightStream
 
 NUM_STEPS = 4
 
@@ -210,6 +212,9 @@ class ProcessStandIn:
     def __init__(self, rank: int, reports: list, barrier: threading.Barrier) -> None:
         self._rank, self._reports, self._barrier = rank, reports, barrier
 
+    def named_weights(self):
+        return WeightStream((), ())
+
     def from_all_processes(self, value):
         self._reports[self._rank] = value
         self._barrier.wait()
@@ -247,12 +252,14 @@ def test_a_refusal_that_one_process_hears_is_no_outage_for_the_others():
     """They would take a checkpoint together, and wait in it for the one that has ended."""
 
     async def run(trainer):
-        async def publish():
-            if trainer._rank == 0:
-                raise EngineError("no admin key")
+        class Refused:
+            async def publish(self, named_parameters, *, policy_version):
+                if trainer._rank == 0:
+                    raise EngineError("no admin key")
+                return WeightUpdate(num_bytes=0, seconds=0.0)
 
         config = LoopConfig(num_steps=1, outages=OutageConfig(ask_every_s=0.01))
-        await Outages(trainer, publish, config, engine=Server()).publish()
+        await Outages(trainer, Refused(), config, engine=Server()).publish()
 
     first, second = in_two_processes(run, run)
     assert first == "EngineError: no admin key"

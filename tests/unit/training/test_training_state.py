@@ -194,33 +194,17 @@ def test_what_json_does_not_give_back_is_refused(tmp_path, extra):
     assert list(tmp_path.iterdir()) == []
 
 
-class Counter:
-    """A caller that counts."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state(self):
-        return {"count": self.count}
-
-    def restore(self, state) -> None:
-        self.count = state["count"]
-
-
-def test_the_newest_checkpoint_is_resumed_with_its_caller_and_old_ones_go(tmp_path):
-    trainer, caller = make_trainer(), Counter()
-    checkpoints = Checkpoints(tmp_path, caller=caller, num_kept=2)
+def test_the_newest_checkpoint_is_resumed_and_old_ones_go(tmp_path):
+    trainer, checkpoints = make_trainer(), Checkpoints(tmp_path, num_kept=2)
     assert checkpoints.resume(trainer) is None
     for step in range(3):
         trainer.step(rows(step))
-        caller.count += 10
         checkpoints.save(trainer, LastStep(num_steps=step + 1, metrics={"a": step / 3}))
     checkpoints.finish(trainer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
-    loaded, restored = make_trainer(), Counter()
-    resumed = Checkpoints(tmp_path, caller=restored).resume(loaded)
+    loaded = make_trainer()
+    resumed = Checkpoints(tmp_path).resume(loaded)
     assert (resumed.num_steps, resumed.metrics) == (3, {"a": 2 / 3})
-    assert restored.count == 30
     assert equal_weights(trainer, loaded)
 
 
@@ -256,13 +240,22 @@ def test_a_curriculum_is_refused_in_another_number_of_processes(tmp_path):
         Checkpoints(tmp_path).resume(make_trainer())
 
 
-@pytest.mark.parametrize(("saver", "loader", "word"), [(None, Counter(), "without"), (Counter(), None, "with")])
-def test_a_caller_that_came_or_went_is_refused(tmp_path, saver, loader, word):
-    checkpoints, trainer = Checkpoints(tmp_path, caller=saver), make_trainer()
-    checkpoints.save(trainer, LastStep(num_steps=1, metrics={}))
-    checkpoints.finish(trainer)
-    with pytest.raises(CheckpointError, match=f"was written {word} a caller's state"):
-        Checkpoints(tmp_path, caller=loader).resume(make_trainer())
+def test_a_run_continues_only_with_the_same_problems(tmp_path):
+    Checkpoints(tmp_path, source="5 rows").save(make_trainer(), LastStep(num_steps=1, metrics={}))
+    assert Checkpoints(tmp_path, source="5 rows").resume(make_trainer()) is not None
+    for other in ("6 rows", ""):
+        with pytest.raises(CheckpointError, match=f"began with '5 rows' and cannot continue with '{other}'"):
+            Checkpoints(tmp_path, source=other).resume(make_trainer())
+
+
+def test_a_checkpoint_that_does_not_name_its_problems_is_refused(tmp_path):
+    Checkpoints(tmp_path).save(make_trainer(), LastStep(num_steps=1, metrics={}))
+    path = tmp_path / "step-00000001" / "state.json"
+    state = json.loads(path.read_text())
+    del state["processes"][0]["extra"]["source"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="does not say which problems its run has"):
+        Checkpoints(tmp_path).resume(make_trainer())
 
 
 def test_checkpoints_are_due_first_every_so_often_and_at_the_end(tmp_path):
@@ -277,7 +270,7 @@ def test_by_default_a_checkpoint_is_due_every_20_steps_or_10_minutes_whichever_c
     assert [k for k in range(1, 5) if late.is_due(k, last=60)] == [1, 2, 3, 4]
 
 
-def test_a_copy_is_written_as_it_was_taken_whatever_the_trainer_and_the_caller_do_meanwhile(tmp_path):
+def test_a_copy_is_written_as_it_was_taken_whatever_the_trainer_and_its_caller_do_meanwhile(tmp_path):
     trainer, extra = make_trainer(), {"numbers": [1]}
     trainer.step(rows(0))
     trainer.save(tmp_path / "at-once", extra=extra)

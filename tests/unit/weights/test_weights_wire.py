@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
+from unbroken.weights.adapters import A, B
 from unbroken.weights.sources import TensorSpec, WeightStream, check_stream, make_digest
 from unbroken.weights.wire import (
     BufferPacking,
@@ -67,6 +68,15 @@ def test_a_stream_that_is_made_while_it_is_read_goes_on_where_it_stopped() -> No
     assert [name for name, _ in kept] == [name for name, _ in kept.cast("bfloat16")]
     assert kept.is_whole
     assert {spec.dtype for spec in kept.cast("bfloat16").specs} == {"bfloat16"}
+
+
+def test_values_are_read_in_the_dtype_of_the_cast_but_those_of_an_adapter_and_whole_numbers_as_they_are() -> None:
+    weights = [("norm", torch.tensor([1 + 2**-12])), ("places", torch.arange(3))]
+    found = dict(WeightStream.of(weights).cast("bfloat16").read_cast())
+    assert (found["norm"].dtype, found["norm"].tolist(), found["places"].dtype) == (torch.bfloat16, [1.0], torch.int64)
+    adapter = WeightStream.of([(f"q{ending}", torch.full((2, 2), 1 + 2**-12)) for ending in (A, B)]).cast("bfloat16")
+    assert {spec.dtype for spec in adapter.specs} == {"float32"}
+    assert all((values == 1 + 2**-12).all() for _, values in adapter.read_cast())
 
 
 @contextmanager

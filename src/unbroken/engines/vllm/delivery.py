@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +25,12 @@ from unbroken.weights.files import FileSource, write_tensors
 from unbroken.weights.memory import MemorySource, WeightRow
 from unbroken.weights.receiver import WireSource
 from unbroken.weights.sources import (
-    NamedTensors,
     SharedSource,
     TensorSource,
     TensorSpec,
     TiedNames,
     WeightSource,
+    WeightStream,
     check_floating,
 )
 from unbroken.weights.wire import read_answers
@@ -144,21 +143,14 @@ class Deliveries:
     async def prepare(self, source: WeightSource) -> Delivery:
         """Check a source, and copy what workers cannot read. Raises as `update_weights`."""
         shapes = await self.shapes()
-        if isinstance(source, TensorSource):
-            given = iter(source.tensors)
-            first = list(islice(given, 1))
-            if first and is_adapter([first[0][0]]):
-                return await self._copy_adapter([*first, *given], shapes)
-            return await self._copy(chain(first, given), shapes)
         if isinstance(source, WireSource):
             return Delivery(source=source, shapes=shapes, is_adapter=is_adapter(await source.wait_for_first()))
+        if isinstance(source, TensorSource):
+            stream = WeightStream.of(source.tensors)
+            found = _find_targets(stream.list_shapes(), shapes)  # before anything is copied
+            return Delivery(source=await self._copy(stream), shapes=shapes, **found)
         assert isinstance(source, SharedSource)
-        found = await asyncio.to_thread(source.shapes)
-        if is_adapter(found):
-            adapted = match_adapters(found, shapes.find)
-            return Delivery(source=source, shapes=shapes, is_adapter=True, adapted=adapted)
-        names, tied = shapes.match(found)
-        return Delivery(source=source, shapes=shapes, names=names, tied=tied)
+        return Delivery(source=source, shapes=shapes, **_find_targets(await asyncio.to_thread(source.shapes), shapes))
 
     async def check(
         self, specs: Mapping[str, TensorSpec], *, is_whole: bool, sums: Mapping[str, int] | None = None
@@ -193,35 +185,19 @@ class Deliveries:
             self._shapes = await asyncio.to_thread(WeightShapes.of_checkpoint, folder, tied=tied)
         return self._shapes
 
-    async def _copy(self, tensors: NamedTensors, shapes: WeightShapes) -> Delivery:
-        copy: Callable[[], SharedSource]
+    async def _copy(self, weights: WeightStream) -> SharedSource:
+        """Copy weights of this process to where workers can read them, an adapter in its own dtypes: vLLM casts it."""
         if self.transfer_dir is not None:
-            copy = partial(_copy_to_files, shapes.checked(tensors), parent=self.transfer_dir)
-        else:
-            config = self._llm.vllm_config
-            copy = partial(
-                copy_to_memory,
-                tensors,
-                shapes,
-                dtype=await self._memory_dtype(),
-                device_type=config.device_config.device_type,
-                num_workers=config.parallel_config.world_size_across_dp,
-            )
-        source = await run_copy(copy)
-        return Delivery(source=source, shapes=shapes, names={name: name for name in shapes.shapes})
-
-    async def _copy_adapter(self, tensors: Sequence[tuple[str, torch.Tensor]], shapes: WeightShapes) -> Delivery:
-        """Copy an adapter, in its own dtypes: vLLM casts it."""
-        given = {name: tuple(tensor.shape) for name, tensor in tensors}
-        is_adapter(given)  # refuses whole weights among them
-        adapted = match_adapters(given, shapes.find)
-        copy: Callable[[], SharedSource]
-        if self.transfer_dir is not None:
-            copy = partial(_copy_to_files, tensors, parent=self.transfer_dir)
-        else:
-            number = self._llm.vllm_config.parallel_config.world_size_across_dp
-            copy = partial(_copy_adapter_to_memory, tensors, num_workers=number)
-        return Delivery(source=await run_copy(copy), shapes=shapes, is_adapter=True, adapted=adapted)
+            return await run_copy(partial(_copy_to_files, weights, parent=self.transfer_dir))
+        config = self._llm.vllm_config
+        is_on_host = is_adapter([spec.name for spec in weights.specs])  # where vLLM keeps adapters
+        copy = partial(
+            copy_to_memory,
+            weights.cast(await self._memory_dtype()),
+            device_type="cpu" if is_on_host else config.device_config.device_type,
+            num_workers=config.parallel_config.world_size_across_dp,
+        )
+        return await run_copy(copy)
 
     async def _memory_dtype(self) -> str:
         """Return the dtype of the model's weights, or float32 if they have several."""
@@ -231,11 +207,19 @@ class Deliveries:
         return self._row_dtype
 
 
-def _copy_to_files(tensors: NamedTensors, *, parent: Path) -> FileSource:
-    """Write weights to files in a new folder in `parent`; if `tensors` raises, nothing is left."""
+def _find_targets(given: Mapping[str, tuple[int, ...]], shapes: WeightShapes) -> dict[str, Any]:
+    """What a `Delivery` has of weights with these names and shapes; `SamplingError` if they are not the model's."""
+    if is_adapter(given):
+        return {"is_adapter": True, "adapted": match_adapters(given, shapes.find)}
+    names, tied = shapes.match(given)
+    return {"names": names, "tied": tied}
+
+
+def _copy_to_files(weights: WeightStream, *, parent: Path) -> FileSource:
+    """Write weights to files in a new folder in `parent`; if they cannot be read or written, nothing is left."""
     source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-weights-", dir=parent)), is_temporary=True)
     try:
-        for _ in write_tensors(source.folder, tensors):
+        for _ in write_tensors(source.folder, weights.read_cast()):
             pass
     except BaseException:
         source.close()
@@ -243,39 +227,28 @@ def _copy_to_files(tensors: NamedTensors, *, parent: Path) -> FileSource:
     return source
 
 
-def _copy_adapter_to_memory(tensors: Sequence[tuple[str, torch.Tensor]], *, num_workers: int) -> MemorySource:
-    """Copy the matrices of an adapter to the host's memory, where vLLM keeps adapters."""
-    row = WeightRow([TensorSpec.of(*named) for named in tensors], torch.device("cpu"))
-    for name, tensor in tensors:
-        row.put(name, tensor)
-    return row.source(num_workers)
-
-
-def copy_to_memory(
-    tensors: NamedTensors, shapes: WeightShapes, *, dtype: str, device_type: str, num_workers: int
-) -> MemorySource:
-    """Copy weights to memory that workers open, cast to `dtype`; nothing is left if it raises.
+def copy_to_memory(weights: WeightStream, *, device_type: str, num_workers: int) -> MemorySource:
+    """Copy weights to memory that workers open; nothing is left if it raises.
 
     The copy is on the device of the first weight if that has room and is of `device_type`, the workers' own, and on the
-    host otherwise. Raises as `WeightShapes.checked`, and `WeightsError` if there is no room.
+    host otherwise.
+
+    Raises:
+        SamplingError: a weight has no floating-point numbers; an engine with a `transfer_dir` takes others.
+        WeightsError: there is no room.
     """
-    specs = [TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in shapes.shapes.items()]
+    check_floating(weights.specs)
     row: WeightRow | None = None
     try:
-        for name, tensor in shapes.checked(tensors):
+        for _, (name, tensor) in zip(weights.specs, weights, strict=True):
             if row is None:
-                row = WeightRow(specs, _choose_device(specs, tensor.device, device_type))
-            if not tensor.is_floating_point():
-                raise SamplingError(
-                    f"weight {name!r} must have a floating-point dtype, got {tensor.dtype}: an engine with a "
-                    "transfer_dir takes others"
-                )
+                row = WeightRow(weights.specs, _choose_device(weights.specs, tensor.device, device_type))
             row.put(name, tensor)
     except BaseException:
         if row is not None:
             row.close()
         raise
-    assert row is not None  # `checked` has refused an update without weights
+    assert row is not None, "an update without weights is refused before"
     return row.source(num_workers)
 
 

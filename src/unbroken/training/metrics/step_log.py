@@ -101,11 +101,6 @@ class StepLog:
         self._spans.clear()
 
     @property
-    def is_trained(self) -> bool:
-        """Whether the step has trained any row."""
-        return self._metrics.get("train/num_rows") != 0  # a supervised step has none of these rows, and trains others
-
-    @property
     def metrics(self) -> Metrics:
         """What is known of the step so far, for its checkpoint."""
         return {**self._metrics, "seconds/checkpoint": None}
@@ -148,8 +143,6 @@ class StepLog:
 
     def end_publication(self, update: WeightUpdate, *, lost_s: float) -> None:
         """The weights were published before the next step, and engines were waited for for `lost_s`."""
-        if not self.is_trained:  # a run continues after a step that trained nothing
-            return
         self._metrics |= _update_metrics(update)
         self._add("seconds/outages", lost_s)
         self._add("seconds/step", update.seconds + lost_s)

@@ -14,15 +14,21 @@ from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.vision import FAMILIES, Family, save_vision_model
 from support.vision_engines import load_vision_model
+from unbroken.engines.vllm.workers import _name
 from unbroken.errors import SamplingError
 from unbroken.training.config import TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.weights.checkpoint import ExpertNames, WeightShapes
 from unbroken.weights.files import write_tensors
+from unbroken.weights.sources import WeightStream
 
 
 def write(shapes: WeightShapes, folder: Path, weights: Any) -> None:
-    list(write_tensors(folder, shapes.checked(weights)))
+    """Write weights as a worker loads them: joined experts one by one."""
+    stream = WeightStream.of(weights)
+    names, _ = shapes.match(stream.list_shapes())
+    split = (part for own, tensor in stream if own in names for part in _name(tensor, names[own]))
+    list(write_tensors(folder, split))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from support.waits import wait_until
-from unbroken.engines.vllm.delivery import Delivery, copy_to_memory, run_copy
+from unbroken.engines.vllm.delivery import Deliveries, Delivery, copy_to_memory, run_copy
 from unbroken.engines.vllm.workers import WorkerExtension
 from unbroken.errors import SamplingError, WeightsError
 from unbroken.weights.checkpoint import WeightShapes
 from unbroken.weights.memory import MemorySource, WeightRow
-from unbroken.weights.sources import TensorSpec
+from unbroken.weights.sources import TensorSource, TensorSpec, WeightStream
 
 CPU = torch.device("cpu")
 SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")
@@ -30,12 +33,27 @@ def specs_of(dtype: str) -> list[TensorSpec]:
 
 def open_rows() -> int:
     """How many rows this process has open."""
+    gc.collect()  # an error that was raised refers to what it was raised for
     links = Path("/proc/self/fd").iterdir()
     return sum("unbroken-weights" in str(link.readlink()) for link in links if link.is_symlink())
 
 
 def in_memory(weights: Any, *, num_workers: int = 1) -> MemorySource:
-    return copy_to_memory(weights.items(), SHAPES, dtype="bfloat16", device_type="cpu", num_workers=num_workers)
+    stream = WeightStream.of(weights.items()).cast("bfloat16")
+    return copy_to_memory(stream, device_type="cpu", num_workers=num_workers)
+
+
+def deliveries() -> Deliveries:
+    """Those of an engine of one worker, whose model has `SHAPES`."""
+
+    async def rpc(method: str) -> list[Any]:
+        return [["bfloat16"]]
+
+    parallel = SimpleNamespace(world_size_across_dp=1)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"), parallel_config=parallel)
+    made = Deliveries(SimpleNamespace(vllm_config=config), rpc, transfer_dir=None)  # type: ignore[arg-type]
+    made._shapes = SHAPES
+    return made
 
 
 def test_what_is_opened_is_what_was_put_in_the_row_and_cast_on_the_way() -> None:
@@ -71,15 +89,31 @@ def test_more_than_there_is_room_for_is_refused() -> None:
         ({}, "2 of 2 are missing"),
         ({"norm.weight": WEIGHTS["norm.weight"]}, "1 of 2 are missing, first 'embed_tokens.weight'"),
         ({**WEIGHTS, "more.weight": torch.zeros(1)}, "no weight named 'more.weight'"),
-        ({**WEIGHTS, "lm_head.weight": torch.zeros(5, 3)}, "tied in the model, but their values differ"),
-        ({**WEIGHTS, "norm.weight": torch.zeros(3, dtype=torch.int8)}, "floating-point dtype, got torch.int8"),
+        ({**WEIGHTS, "norm.weight": torch.zeros(3, dtype=torch.int8)}, "floating-point numbers, got int8"),
     ],
 )
-def test_weights_that_are_not_the_models_are_refused_and_leave_nothing_open(
+async def test_weights_that_are_not_the_models_are_refused_and_leave_nothing_open(
     weights: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises(SamplingError, match=message):
-        in_memory(weights)
+        await deliveries().prepare(TensorSource(weights.items()))
+    assert open_rows() == 0
+
+
+async def test_a_tied_head_is_compared_where_it_is_opened_and_not_loaded() -> None:
+    for head, is_same in ((WEIGHTS["embed_tokens.weight"], True), (torch.zeros(5, 3), False)):
+        delivery = await deliveries().prepare(TensorSource({**WEIGHTS, "lm_head.weight": head}.items()))
+        assert delivery.names == {name: name for name in WEIGHTS}
+        raised = nullcontext() if is_same else pytest.raises(WeightsError, match="tied in the model, but their values")
+        with raised:
+            delivery.source.read(CPU, tied=delivery.tied)
+        await delivery.close()
+
+
+def test_weights_that_end_early_leave_nothing_open() -> None:
+    stream = WeightStream(specs_of("float32"), iter(list(WEIGHTS.items())[:1]))
+    with pytest.raises(ValueError, match="shorter"):
+        copy_to_memory(stream, device_type="cpu", num_workers=1)
     assert open_rows() == 0
 
 
