@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from support.browser import Browser, open_browser
 from support.failures import FailuresAtOnce
-from support.forks import commands_as_forks, preload
+from support.forks import commands_as_forks, preload, start_workers_as_forks
 from support.installed import require_vllm
 from support.postgres import location as location
 from support.postgres import postgres as postgres
@@ -72,6 +73,8 @@ def pytest_collection_finish() -> None:
         from support.probes import remember_probes
 
         remember_probes()
+    # torch writes hundreds of lines a checkpoint that nobody reads, and pytest keeps the text of each.
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     gc.set_threshold(10_000, 20, 50)  # 700, 10, 10 before: it took a twentieth of the tests' time
     gc.enable()
 
@@ -85,6 +88,13 @@ def _rank(item: pytest.Item) -> int:
 
 
 @pytest.hookimpl(optionalhook=True)  # there may be no xdist
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    # coverage sees what a process imports only if it was there before. Forks get their input by /proc.
+    if "coverage" not in sys.modules and sys.platform == "linux":
+        start_workers_as_forks(specs)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByGroup:
     config.option.loadscopereorder = False
     return _ByGroup(config, log)

@@ -24,6 +24,7 @@ def read_field_docs(config_class: type[Any]) -> dict[str, str]:
     return docs
 
 
+@lru_cache(maxsize=1024)
 def read_class_docs(owner: type[Any]) -> dict[str, str]:
     """Read the strings below the names in a class's body, such as fields or an enum's members."""
     return _docs_of_classes(inspect.getsource(sys.modules[owner.__module__]))[owner.__qualname__]

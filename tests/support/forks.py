@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import fcntl
 import json
@@ -13,24 +14,24 @@ import multiprocessing.forkserver
 import os
 import runpy
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
 from unittest.mock import patch
 
 LONGEST_S = 240.0
-_IMPORTED, _FROZEN = "support.imported", "support.frozen"
+_IMPORTED, _COLLECTED, _FROZEN = "support.imported", "support.collected", "support.frozen"
 _SERVER = "UNBROKEN_TESTS_FORK_SERVER"
 """The variable with the address of the fork server, for commands that are to be forks."""
 _preloaded = [_IMPORTED]
@@ -40,9 +41,12 @@ _starting = threading.Lock()
 
 
 def preload(module: str) -> None:
-    """Have the fork server import this module too, if it does not run yet."""
+    """Have the fork server import this module too, if it does not run yet; one that processes share is left to them."""
     if module not in _preloaded:
         _preloaded.append(module)
+        server: Any = multiprocessing.forkserver._forkserver
+        if vars(server).pop("ensure_running", None) is not None:
+            server._forkserver_address = None
 
 
 def fork_server() -> ForkServerContext:
@@ -55,7 +59,7 @@ def fork_server() -> ForkServerContext:
         context.set_forkserver_preload([*_preloaded, _FROZEN])
         # Python 3.11 imports the modules before it takes over our path, and ignores those that it does not find.
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-            ensure_running()
+            server.ensure_running()
         _started.append(server._forkserver_pid)
     return context
 
@@ -186,6 +190,40 @@ def run_command_in_fork() -> None:
         os._exit(status)
 
 
+def start_workers_as_forks(specs: Sequence[Any]) -> None:
+    """Have the workers of xdist be forks of one process, which imports once what each of them would (8 CPU seconds).
+
+    They share its fork server, too. What a test finds in its process is as in a worker of xdist's own but for that.
+    """
+    _preloaded.insert(0, _COLLECTED)
+    for spec in specs:
+        if spec.popen and spec.python is None:
+            spec.python = shlex.join(python_as_fork())
+
+
+def python_as_fork() -> tuple[str, ...]:
+    """The words of a command that is `python`, with `-c LINE` after them, whose line a fork runs."""
+    fork_server()
+    server: Any = multiprocessing.forkserver._forkserver
+    return sys.executable, str(Path(__file__).with_name("forked_python.py")), server._forkserver_address
+
+
+def run_line_in_fork(address: str, line: str) -> int:
+    """Have a fork of this server run a line of Python with this process's input and output; the fork's status.
+
+    The fork gets SIGKILL once this process is gone.
+    """
+    _use_server(address)
+    vars(sys.modules["__main__"])["__file__"] = None  # the fork would run that file first
+    streams = [Path(f"/proc/{os.getpid()}/fd/{number}") for number in (0, 1, 2)]
+    arguments = (line, Path.cwd(), *streams, dict(os.environ))
+    process = multiprocessing.get_context("forkserver").Process(target=_run_line, args=arguments)
+    process.start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork gets it, too
+    process.join()
+    return 1 if process.exitcode is None else abs(process.exitcode)
+
+
 def call(function: Callable[..., Any], *, limit_s: float = LONGEST_S, **arguments: Any) -> int:
     """Call a function in a fork and kill it after `limit_s`; its exit code, or minus the signal that ended it."""
     process = fork_server().Process(target=_call, args=(function, arguments))
@@ -218,7 +256,7 @@ def _run(
     if new_session:
         os.setsid()
     if ends_with_parent:
-        _end_with_parent()
+        _end_with_parent(-os.getpid())  # what it has started, too
     # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -238,12 +276,32 @@ def _run(
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def _end_with_parent() -> None:
-    """Have the kernel kill this process and what it has started when the parent's end of a pipe is closed."""
+def _run_line(line: str, folder: Path, source: Path, output: Path, errors: Path, variables: dict[str, str]) -> None:
+    _check_preloaded()
+    _share_server()
+    _end_with_parent(os.getpid())
+    vars(multiprocessing.process)["_parent_process"] = None  # it is no part of a program that a test has started
+    multiprocessing.set_start_method(None, force=True)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    for number, path, mode in ((0, source, os.O_RDONLY), (1, output, os.O_WRONLY), (2, errors, os.O_WRONLY)):
+        with suppress(OSError if number == 2 else ()):  # a socket cannot be opened: errors go to the server's then
+            opened = os.open(path, mode)
+            os.dup2(opened, number)
+            os.close(opened)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.argv = ["-c"]
+    exec(line, {"__name__": "__main__"})
+    atexit._run_exitfuncs()  # which a fork of multiprocessing leaves out
+
+
+def _end_with_parent(target: int) -> None:
+    """Have the kernel kill a process (or -group) when the parent's end of a pipe is closed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     pipe = parent.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, target)
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([pipe], [], [], 0)[0]:

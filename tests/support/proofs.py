@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 
+from unbroken import exactness
 from unbroken.engines.transformers import forward
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.images import ImageModel
@@ -33,6 +34,7 @@ def remember_proofs() -> None:
     """From now on, in this process."""
     _remember(logprobs, "find_difference", "find_packing_obstacle", "is_exact_by_rows", "find_length_dependence")
     _remember(forward, "find_length_dependence", "_check_agreement", "_check_images")
+    _remember(exactness, "find_other_bits", "_find_other_product")
     for module in (logprobs, forward):
         module.choose_attention = _choose_attention_once(module.choose_attention)
     PolicyLogprobs._check_against_forward = _check_once(PolicyLogprobs._check_against_forward)

@@ -6,16 +6,16 @@ that the table names run, with toys of their own. What a file of the table is ne
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from support.forks import python_as_fork
 
 ROOT = Path(__file__).parents[2]
 MAX_FILES = 3
@@ -292,12 +292,17 @@ def run_tests(copy: Path, names: list[str]) -> tuple[int, str]:
         file, _, key = TABLE[name].test.partition(" -k ")
         files.append(file)
         words.append(f"({Path(file).stem} and {key.replace('NAME', 'toy')})" if key else Path(file).stem)
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", *files]
-    paths = os.pathsep.join(map(str, (copy / "src", copy / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    arguments = ["-q", "-n0", "-p", "no:cacheprovider", "--no-header", *files, "-k", " or ".join(words)]
+    # A fork has imported libraries. It drops our own modules, so that it finds those of the copy.
+    line = (
+        "import sys; "
+        "[sys.modules.pop(each) for each in [*sys.modules] if each.split('.')[0] in ('unbroken', 'support')]; "
+        f"sys.path[:0] = {[str(copy / 'src'), str(copy / 'tests')]!r}; "
+        f"import pytest; sys.exit(pytest.main({[*arguments, '--junitxml', str(copy / 'report.xml')]!r}))"
+    )
     done = subprocess.run(
-        [*command, "-k", " or ".join(words), "--junitxml", str(copy / "report.xml")],
-        cwd=copy, env=environment, capture_output=True, text=True, timeout=600, check=False,
+        [*python_as_fork(), "-c", line],
+        cwd=copy, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
 

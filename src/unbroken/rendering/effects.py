@@ -59,7 +59,9 @@ def find_unread_options(renderer: Renderer, options: Iterable[str]) -> tuple[str
 
     None for a renderer of another package, which refuses options that it does not know.
     """
-    return tuple(sorted(set(options) - renderer.find_variables())) if isinstance(renderer, TemplateRenderer) else ()
+    if not (names := set(options)) or not isinstance(renderer, TemplateRenderer):
+        return ()  # finding variables takes as long as compiling the template
+    return tuple(sorted(names - renderer.find_variables()))
 
 
 def check_options_read(renderer: Renderer, options: Iterable[str], *, name: str) -> None:

@@ -251,8 +251,7 @@ def section_of(
     config_class: type[Any], *, base: Any | None = None, prefix: str = "", is_optional: bool = False
 ) -> Section:
     """Describe a config class, or the part of a config whose names begin with `prefix`."""
-    hints = typing.get_type_hints(config_class)
-    docs = read_field_docs(config_class)
+    hints, docs = _read_class(config_class)  # type: ignore[arg-type]  # mypy takes a type of dataclasses for none that has a hash
     elsewhere: Mapping[str, str] = getattr(config_class, "elsewhere", {})
     fields, sections = [], []
     for field in dataclasses.fields(config_class):
@@ -276,6 +275,12 @@ def section_of(
         sections=tuple(sections),
         elsewhere=elsewhere,
     )
+
+
+@functools.cache  # reading sources takes most of the time in which options are parsed, and a class is read many times
+def _read_class(config_class: type[Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """The types and the docstrings of a config class's fields."""
+    return typing.get_type_hints(config_class), read_field_docs(config_class)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

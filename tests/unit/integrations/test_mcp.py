@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.env_rollouts import call, play_env, texts
+from support.forks import python_as_fork
 from support.processes import free_port
 from support.waits import wait_until
 from unbroken.errors import EnvServerError, InvalidInputError, ToolDefinitionError
@@ -29,7 +30,9 @@ QUESTION = [{"role": "user", "content": "What is 17 + 6?"}]
 
 
 def stdio(**settings) -> McpServer:
-    return McpServer(command=(sys.executable, FILE), **settings)
+    """A server as a fork: importing the package takes a second."""
+    line = f"import runpy, sys; sys.argv = [{FILE!r}]; runpy.run_path({FILE!r}, run_name='__main__')"
+    return McpServer(command=(*python_as_fork(), "-c", line), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,8 @@ def test_it_is_an_env():
 
 
 async def test_a_rollout_calls_the_tools_and_its_process_ends_with_it():
-    env = McpEnv(QUESTION, server=stdio(variables={"COLOR": "red"}), reward=lambda messages: 0.5)
+    server = McpServer(command=(sys.executable, FILE), variables={"COLOR": "red"})
+    env = McpEnv(QUESTION, server=server, reward=lambda messages: 0.5)
     trajectory = await play_env(env, call("add", a=17, b=6), call("process"), "It is 23.")
     total, process = texts(trajectory, "tool")
     assert total == "23"
@@ -198,7 +202,7 @@ async def test_two_tools_of_one_name_are_refused_and_the_process_ends():
         (McpServer(command=("no-such-command",)), "the MCP server no-such-command failed: FileNotFoundError"),
         (McpServer(command=(sys.executable, "-c", "")), "failed: MCPError: .*Connection closed"),
         (McpServer(url="http://127.0.0.1:9/mcp"), "the MCP server http://127.0.0.1:9/mcp failed: ConnectError"),
-        (stdio(tools=("divide",)), r"it has no tools \['divide'\], only \['add'"),
+        ({"tools": ("divide",)}, r"it has no tools \['divide'\], only \['add'"),
         (
             McpServer(command=(sys.executable, "-c", "import time; time.sleep(60)"), open_timeout_s=0.5),
             "it did not name its tools within 0.5 s",
@@ -206,7 +210,7 @@ async def test_two_tools_of_one_name_are_refused_and_the_process_ends():
     ],
 )
 async def test_a_server_that_does_not_come_up_is_an_error_that_names_it(server, message):
-    env = McpEnv(QUESTION, server=server)
+    env = McpEnv(QUESTION, server=stdio(**server) if isinstance(server, dict) else server)
     with pytest.raises(EnvServerError, match=message):
         await env.start()
     await env.close()

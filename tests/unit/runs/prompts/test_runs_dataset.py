@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from support.effort import num_cases
 from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 
@@ -283,7 +284,7 @@ ARGUMENTS = st.dictionaries(KEYS, st.integers(0, 9)) | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_cases(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=st.lists(ARGUMENTS, min_size=1, max_size=3))
 def test_a_prompt_with_calls_is_the_same_from_every_file_format(tmp_path_factory, drawn):
     # Arrow cannot write an object that has no key in any row, so one call has them all.

@@ -374,12 +374,12 @@ async def test_a_long_list_of_bad_ids_is_left_at_the_first(path: str) -> None:
 async def test_a_million_stop_ids_are_as_many_as_differ_and_never_more_than_the_vocabulary(
     path: str, make: Any
 ) -> None:
-    engine = scripted_engine("ok<|im_end|>")
+    engine, number = scripted_engine("ok<|im_end|>"), 10**6 if path == NATIVE else 10**5  # the others read as it does
     async with asgi_client(make_app(engine)) as client:
-        refused = await client.post(path, json={**GOOD[path], **make(list(range(10**6)))})
+        refused = await client.post(path, json={**GOOD[path], **make(list(range(number)))})
         assert refused.status_code == 400
         assert f"stop_token_ids must be at most {engine.vocab_size} ids" in refused.json()["error"]["message"]
-        taken = await client.post(path, json={**GOOD[path], **make([5] * 10**6)})
+        taken = await client.post(path, json={**GOOD[path], **make([5] * number)})
         assert taken.status_code == 200, taken.text
     (request,) = engine.requests
     assert len(request.params.stop_token_ids) <= 5
