@@ -126,9 +126,12 @@ def run(kind: str, command: list[str], folder: Path, limit_s: float) -> list[dic
     log = folder / f"{kind}.log"
     with log.open("wb") as written:
         process = subprocess.Popen(
-            command, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
+            command,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             env={**os.environ, VARIABLE: str(folder / f"{kind}-steps")},
-        )  # fmt: skip
+        )
         shown = 0
         try:
             while process.poll() is None and time.monotonic() - began < limit_s:

@@ -155,11 +155,18 @@ async def measure(arguments: argparse.Namespace, numerics: Numerics) -> None:
                 times.append(time.perf_counter())
                 sample_s, sleep_s, train_s, publish_s = np.diff(times).tolist()
                 note(
-                    arguments, numerics, step=step, ids=sum(int(row.sampled_mask.sum()) for row in rows),
-                    trained_ids=sum(len(row.token_ids) for row in rows), sample_s=sample_s, train_s=train_s,
-                    rest_s=sleep_s + publish_s, step_s=times[-1] - times[0], peak_gib=memory.restart(),
+                    arguments,
+                    numerics,
+                    step=step,
+                    ids=sum(int(row.sampled_mask.sum()) for row in rows),
+                    trained_ids=sum(len(row.token_ids) for row in rows),
+                    sample_s=sample_s,
+                    train_s=train_s,
+                    rest_s=sleep_s + publish_s,
+                    step_s=times[-1] - times[0],
+                    peak_gib=memory.restart(),
                     **{name: metrics[f"mismatch/{name}"] for name in ("equal_share", "max_abs", "k3")},
-                )  # fmt: skip
+                )
                 if time.monotonic() > until:
                     break
     except InvalidInputError as error:

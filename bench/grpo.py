@@ -246,9 +246,13 @@ async def sample_only(arguments: argparse.Namespace, name: str, collect: Collect
             collect_s.append(seconds)
             steps.append(found)
             print_result(
-                arguments.mode, name, step_s=float("nan"), peak_gib=0.0, collect_s=float(np.median(collect_s)),
+                arguments.mode,
+                name,
+                step_s=float("nan"),
+                peak_gib=0.0,
+                collect_s=float(np.median(collect_s)),
                 **medians_of(steps),
-            )  # fmt: skip
+            )
 
 
 def count_ids(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -538,16 +542,27 @@ def compare(results: Sequence[dict[str, Any]]) -> None:
         def ratio(name: str, own: dict[str, Any] = result, theirs: dict[str, Any] = theirs) -> str:
             return f"{own[name] / theirs[name]:.2f}" if theirs.get(name) else "-"
 
-        rows.append((
-            setting, side, f"{result['step_s']:.2f}", ratio("step_s"), f"{result['collect_s']:.2f}",
-            ratio("collect_s"), f"{result.get('train_s', float('nan')):.2f}", f"{result['sampled']:,.0f}",
-            f"{result['sampled'] / result['collect_s']:,.0f}", f"{result['steps']:.0f}", f"{result['mixed']:.0f}",
-            f"{1000 * result['collect_s'] / max(1.0, result['steps']):.1f}",
-            f"{result['engine_cpu_s']:.2f} / {result['own_cpu_s']:.2f}",
-            f"{result['later_prompt']:.0f}: {result['given']:.1f}, {result['later_computed']:.1f}",
-            f"{result['peak_gib']:.1f}",
-            ratio("peak_gib"), f"{result['k3']:.2e}" if "k3" in result else "-",
-        ))  # fmt: skip
+        rows.append(
+            (
+                setting,
+                side,
+                f"{result['step_s']:.2f}",
+                ratio("step_s"),
+                f"{result['collect_s']:.2f}",
+                ratio("collect_s"),
+                f"{result.get('train_s', float('nan')):.2f}",
+                f"{result['sampled']:,.0f}",
+                f"{result['sampled'] / result['collect_s']:,.0f}",
+                f"{result['steps']:.0f}",
+                f"{result['mixed']:.0f}",
+                f"{1000 * result['collect_s'] / max(1.0, result['steps']):.1f}",
+                f"{result['engine_cpu_s']:.2f} / {result['own_cpu_s']:.2f}",
+                f"{result['later_prompt']:.0f}: {result['given']:.1f}, {result['later_computed']:.1f}",
+                f"{result['peak_gib']:.1f}",
+                ratio("peak_gib"),
+                f"{result['k3']:.2e}" if "k3" in result else "-",
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)), flush=True)

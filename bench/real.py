@@ -110,9 +110,12 @@ def run_one(task: str, side: str, seed: int, scratch: Path, arguments: argparse.
     metrics, log = run / "metrics" / "metrics.jsonl", scratch / f"{name}.log"
     with log.open("wb") as written:
         process = subprocess.Popen(
-            command_of(task, side, seed, run, arguments), stdout=written, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, "MASTER_PORT": str(port)},
-        )  # fmt: skip
+            command_of(task, side, seed, run, arguments),
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "MASTER_PORT": str(port)},
+        )
         try:
             while process.poll() is None and time.monotonic() < arguments.ends_s:
                 time.sleep(0.02)

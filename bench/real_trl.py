@@ -235,8 +235,11 @@ class RolloutFunction:
         messages = [*before, {"role": "user", "content": answer}]
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         rest = text.partition(_MARK)[2]
-        return list(self._tokenizer.encode(rest.removeprefix(self._tokenizer.eos_token) if is_ended else rest,
-                                           add_special_tokens=False))  # fmt: skip
+        return list(
+            self._tokenizer.encode(
+                rest.removeprefix(self._tokenizer.eos_token) if is_ended else rest, add_special_tokens=False
+            )
+        )
 
 
 class _Row:

@@ -152,9 +152,12 @@ def write_model(folder: Path, arguments: argparse.Namespace, *, seed: int, learn
         print(f"{sum(each.numel() for each in model.parameters()) / 1e6:.1f} million parameters", flush=True)
         tokenizer.backend_tokenizer.model.dropout = dropout
         more = WarmUpConfig(
-            learning_rate=learning_rate or 1e-4, max_drill_steps=0, num_demo_steps=arguments.grown_steps,
-            demo_batch_size=32, decay_share=1.0,
-        )  # fmt: skip
+            learning_rate=learning_rate or 1e-4,
+            max_drill_steps=0,
+            num_demo_steps=arguments.grown_steps,
+            demo_batch_size=32,
+            decay_share=1.0,
+        )
         is_cuda = arguments.device == "cuda"
         with torch.device(arguments.device), torch.autocast("cuda", torch.bfloat16) if is_cuda else nullcontext():
             warm_up(model, tokenizer, more, seed=seed + 1000, on_stage=show)
@@ -228,9 +231,12 @@ async def measure_success(model: Any, tokenizer: Any, arguments: argparse.Namesp
     """The share of tasks that a model solves."""
     engine = TransformersEngine(model)
     sampler = Sampler(
-        engine=engine, renderer=TemplateRenderer(tokenizer), config=make_rollouts(arguments),
-        problems=make_problems("warm-up", seed), seed=(seed, 2),
-    )  # fmt: skip
+        engine=engine,
+        renderer=TemplateRenderer(tokenizer),
+        config=make_rollouts(arguments),
+        problems=make_problems("warm-up", seed),
+        seed=(seed, 2),
+    )
     try:
         return await sample_success(sampler, arguments.num_problems)
     finally:

@@ -215,8 +215,10 @@ class Results:
     def print_table(self) -> None:
         """Print the medians of the rounds so far."""
         num_requests, num_ids = len(self._load.prompts), self._load.num_ids
-        print(f"\n{num_requests} prompts x n={self._load.n} x {self._load.num_tokens} ids: medians; CPU of the front a "
-              "prompt, of all processes per id")  # fmt: skip
+        print(
+            f"\n{num_requests} prompts x n={self._load.n} x {self._load.num_tokens} ids: medians; CPU of the front a "
+            "prompt, of all processes per id"
+        )
         print(f"{'load':10}{'side':22}{'s':>8}{'ids/s':>10}{'/ offline':>10}{'/ vLLM':>8}{'front ms':>10}{'all us':>8}")
         medians = {
             key: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
@@ -229,9 +231,11 @@ class Results:
                 return "-" if theirs is None else f"{own / theirs['s']:.2f}"
 
             cpu_s = found["front_cpu_s"] + found["engine_cpu_s"] + found["client_cpu_s"]
-            print(f"{name:10}{side:22}{found['s']:>8.2f}{num_ids / found['s']:>10,.0f}{ratio(OFFLINE):>10}"
-                  f"{ratio(THEIRS):>8}{1e3 * found['front_cpu_s'] / num_requests:>10.2f}{1e6 * cpu_s / num_ids:>8.1f}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{name:10}{side:22}{found['s']:>8.2f}{num_ids / found['s']:>10,.0f}{ratio(OFFLINE):>10}"
+                f"{ratio(THEIRS):>8}{1e3 * found['front_cpu_s'] / num_requests:>10.2f}{1e6 * cpu_s / num_ids:>8.1f}",
+                flush=True,
+            )
 
 
 def time_run(run: Callable[[Load], int], load: Load, front: psutil.Process) -> dict[str, float]:

@@ -27,9 +27,11 @@ OUTPUT = Path("run")
 def main() -> int:
     """Train, and compare; returns the exit status."""
     os.environ.update(
-        WANDB_MODE="offline", WANDB_SILENT="true", MLFLOW_TRACKING_URI="sqlite:///mlflow.db",
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+        MLFLOW_TRACKING_URI="sqlite:///mlflow.db",
         TRACKIO_DIR=str(Path("trackio").absolute()),
-    )  # fmt: skip
+    )
     from unbroken.cli import main as unbroken
 
     recipe, *options = sys.argv[1:]

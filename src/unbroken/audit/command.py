@@ -50,16 +50,35 @@ def add_audit_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL_OR_PATH", help="a folder with a tokenizer, or a model's name on the hub")
-    add("--template", metavar="FILE_OR_NAME", help="audit this template instead of the model's; without a model: with "
-        "a stand-in tokenizer that has its control tokens")  # fmt: skip
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help="a variable for the template; the value is "
-        "JSON or else text (may be repeated)")  # fmt: skip
+    add(
+        "--template",
+        metavar="FILE_OR_NAME",
+        help="audit this template instead of the model's; without a model: with "
+        "a stand-in tokenizer that has its control tokens",
+    )
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a variable for the template; the value is JSON or else text (may be repeated)",
+    )
     add("--parser", metavar="NAME", help="the format of completions (default: found from the template)")
-    add("--conversations", type=int, default=DEFAULT_CONVERSATIONS, metavar="N", help="random conversations to bridge "
-        f"(default: {DEFAULT_CONVERSATIONS})")  # fmt: skip
+    add(
+        "--conversations",
+        type=int,
+        default=DEFAULT_CONVERSATIONS,
+        metavar="N",
+        help=f"random conversations to bridge (default: {DEFAULT_CONVERSATIONS})",
+    )
     add("--seed", type=int, default=0, metavar="S", help="seed of everything random (default: 0)")
-    add("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="stop the audit of a template after this "
-        f"many seconds (default: {DEFAULT_TIMEOUT_S})")  # fmt: skip
+    add(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="S",
+        help=f"stop the audit of a template after this many seconds (default: {DEFAULT_TIMEOUT_S})",
+    )
     add("--json", action="store_true", help="print the report as JSON; docs/audit.md describes it")
     add("--html", type=Path, metavar="FILE", help="write the report as a page that opens without a network")
     add("--table", nargs="+", type=Path, metavar="DIR_OR_FILE", help="audit all *.jinja files there, and write a table")

@@ -173,9 +173,12 @@ class _Run:
             if part.kind is Kind.TRAINERS:
                 strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=part.index)
             actor = ray.remote(Runner).options(
-                num_cpus=part.resources["CPU"], num_gpus=part.resources.get("GPU", 0), max_restarts=-1,
-                max_concurrency=4, scheduling_strategy=strategy,
-            )  # fmt: skip
+                num_cpus=part.resources["CPU"],
+                num_gpus=part.resources.get("GPU", 0),
+                max_restarts=-1,
+                max_concurrency=4,
+                scheduling_strategy=strategy,
+            )
             self._actors[part.name] = actor.remote(part.name, part.kind, Path.cwd())
 
     async def _watch(self) -> None:

@@ -254,9 +254,13 @@ def make_plan(recipe: Path, options: ClusterOptions, own: Sequence[str]) -> Plan
             f"--engine.model must be given: {loaded.name} has no model that is there before the run begins"
         )
     return Plan(
-        recipe=recipe, own=tuple(own), model=str(model), output=config.output,
-        has_sessions=config.sessions.url is not None, options=options,
-    )  # fmt: skip
+        recipe=recipe,
+        own=tuple(own),
+        model=str(model),
+        output=config.output,
+        has_sessions=config.sessions.url is not None,
+        options=options,
+    )
 
 
 def _check_engine(recipe: Recipe, config: RunConfig, own: Sequence[str]) -> None:

@@ -62,10 +62,21 @@ _KEYS = frozenset({b"authorization", *KEY_HEADERS})
 _RETRY = b"x-stainless-retry-count"
 _OF_CONNECTION = frozenset(
     {
-        b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"proxy-connection",
-        b"proxy-authenticate", b"proxy-authorization", b"date", b"server", _HOP,
+        b"host",
+        b"connection",
+        b"keep-alive",
+        b"transfer-encoding",
+        b"upgrade",
+        b"te",
+        b"trailer",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"date",
+        b"server",
+        _HOP,
     }
-)  # fmt: skip
+)
 """Headers of one connection, or that each gateway writes itself."""
 _CONTROL_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/.*)?")
 _CONNECT_S = 5.0

@@ -64,9 +64,19 @@ _MESSAGE_FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning"}
 )
 _NO_CONTENT_FIELDS = frozenset(
-    {"annotations", "audio", "cache_control", "function_call", "id", "index", "provider_specific_fields", "refusal",
-     "status", "type"}
-)  # fmt: skip
+    {
+        "annotations",
+        "audio",
+        "cache_control",
+        "function_call",
+        "id",
+        "index",
+        "provider_specific_fields",
+        "refusal",
+        "status",
+        "type",
+    }
+)
 """Fields that SDKs add to messages. A given message may have them; other unknown fields make it another message."""
 
 

@@ -208,10 +208,25 @@ _LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "protob
 _IRRELEVANT = frozenset({"generation_config.json", "preprocessor_config.json", "processor_config.json"})
 _IRRELEVANT_TYPES = frozenset(
     {
-        ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".npy",
-        ".md", ".py", ".png", ".jpg", ".log",
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".distcp",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+        ".npz",
+        ".npy",
+        ".md",
+        ".py",
+        ".png",
+        ".jpg",
+        ".log",
     }
-)  # fmt: skip
+)
 """Weights and what else no tokenizer is made of."""
 _TEMPLATES = "additional_chat_templates"
 _OF_THE_HUB = (

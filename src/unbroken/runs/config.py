@@ -265,9 +265,18 @@ class ModelSettings:
 
 
 _NOT_KWARGS = frozenset(
-    {"attn_implementation", "config", "device_map", "dtype", "quantization_config", "revision", "torch_dtype",
-     "tp_plan", "trust_remote_code"}
-)  # fmt: skip
+    {
+        "attn_implementation",
+        "config",
+        "device_map",
+        "dtype",
+        "quantization_config",
+        "revision",
+        "torch_dtype",
+        "tp_plan",
+        "trust_remote_code",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,9 +130,15 @@ def evaluate_task(
     async def evaluate(config: RunConfig, made: Task) -> None:
         sized = [choose_size(each, config, num_problems, num_samples) for each in made.sets]
         evaluation = _Evaluation(
-            recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy,
-            retokenises=retokenises, preflight=preflight,
-        )  # fmt: skip
+            recipe=recipe,
+            config=config,
+            sets=sized,
+            console=console,
+            report=report,
+            checks_policy=checks_policy,
+            retokenises=retokenises,
+            preflight=preflight,
+        )
         await evaluation.run(found or [_find_model(str(made.model), tokenizer)])
 
     with lock_folder(config.output), record_process(config.output):
@@ -471,9 +477,16 @@ async def _open_engine(
     if config.engine.kind is EngineKind.EMBEDDED:
         loaded = load_model(source, config.chosen_model_settings, takes_images=processor is not None)
     opening = open_engine(
-        config.engine, model=loaded, source=source, output=config.output, device=join_processes().device, rank=Rank(),
-        image_processor=processor, numerics=config.trainer.numerics, is_trained=False,
-    )  # fmt: skip
+        config.engine,
+        model=loaded,
+        source=source,
+        output=config.output,
+        device=join_processes().device,
+        rank=Rank(),
+        image_processor=processor,
+        numerics=config.trainer.numerics,
+        is_trained=False,
+    )
     engine = (await stack.enter_async_context(opening)).engine
     return engine, source if loaded is None else loaded
 

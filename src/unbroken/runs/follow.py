@@ -148,10 +148,16 @@ async def _open(
         loaded = load_model(source, config.chosen_model_settings, takes_images=images is not None)
     shared: dict[str, Any] = {"seed": config.seed, "output": run, "rank": Rank(), "source": locate(source)}
     opening = open_engine(
-        config.engine, model=loaded, source=source, output=config.output, device=join_processes().device, rank=Rank(),
-        image_processor=None if images is None else images.processor, numerics=config.trainer.numerics,
+        config.engine,
+        model=loaded,
+        source=source,
+        output=config.output,
+        device=join_processes().device,
+        rank=Rank(),
+        image_processor=None if images is None else images.processor,
+        numerics=config.trainer.numerics,
         is_trained=False,
-    )  # fmt: skip
+    )
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(opening)
         if opened.engine.policy_version == 0:  # servers may have weights of an earlier call

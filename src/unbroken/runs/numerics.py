@@ -150,10 +150,19 @@ async def open_pair(config: RunConfig, source: str) -> AsyncIterator[tuple[RunEn
     accelerator = join_accelerator(config, None)
     is_rounded = config.precision is Precision.BFLOAT16
     policy = load_model(source, config.chosen_model_settings, is_bfloat16=is_rounded)
-    async with AsyncExitStack() as stack, open_engine(
-        config.engine, model=policy, source=source, output=config.output, device=accelerator.device, rank=Rank(),
-        adapter_rank=config.adapter_rank, numerics=config.trainer.numerics,
-    ) as opened:  # fmt: skip
+    async with (
+        AsyncExitStack() as stack,
+        open_engine(
+            config.engine,
+            model=policy,
+            source=source,
+            output=config.output,
+            device=accelerator.device,
+            rank=Rank(),
+            adapter_rank=config.adapter_rank,
+            numerics=config.trainer.numerics,
+        ) as opened,
+    ):
         fix_rotary(policy, opened.engine.context_length)
         policy, reference = prepare_model(policy, config)
         teachers = await open_teachers(stack, config, source, context_length=opened.engine.context_length)

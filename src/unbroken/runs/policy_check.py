@@ -139,9 +139,16 @@ async def sample_probes(
     num = max(_count_prompts(engine), 2 * len(speakers))
     prompts = await asyncio.to_thread(_make_prompts, renderer, problems, engine, num=num)
     plain = replace(
-        sampling, temperature=sampling.temperature or 1.0, structured_output=None, stop_token_ids=(), stop_strings=(),
-        num_top_logprobs=0, return_kept_ids=True, return_routed_experts=returns_experts, max_tokens=_NUM_IDS,
-    )  # fmt: skip
+        sampling,
+        temperature=sampling.temperature or 1.0,
+        structured_output=None,
+        stop_token_ids=(),
+        stop_strings=(),
+        num_top_logprobs=0,
+        return_kept_ids=True,
+        return_routed_experts=returns_experts,
+        max_tokens=_NUM_IDS,
+    )
 
     requests = [
         _make_request(prompt, f"together-{k}", replace(plain, seed=k), speakers[k % len(speakers)])

@@ -231,8 +231,9 @@ class _Others:
             store.set(key, json.dumps([self.own_name, "", 0, ""]))
             _logger.warning(
                 "%s cannot listen for the others (%s): if a rank is lost, they do not learn which",
-                self.own_name, format_error(error),
-            )  # fmt: skip
+                self.own_name,
+                format_error(error),
+            )
             return
         token = secrets.token_hex(16)
         store.set(key, json.dumps([self.own_name, own_host, server.getsockname()[1], token]))
@@ -260,8 +261,11 @@ class _Others:
         except OSError as error:
             _logger.warning(
                 "%s cannot connect to %s:%d (%s): if a rank is lost, it does not learn which",
-                self.own_name, host, port, error,
-            )  # fmt: skip
+                self.own_name,
+                host,
+                port,
+                error,
+            )
         else:
             greeted = asyncio.Event()
             following = self._start(self._follow(connection, token, greeted))

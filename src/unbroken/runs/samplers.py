@@ -265,11 +265,20 @@ async def _start_child(words: Sequence[str], key: str, name: str, log: Path) -> 
     log.parent.mkdir(mode=0o700, exist_ok=True)
     with open_private(log, "ab") as output, without_launcher():
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "unbroken", "sampler", "--name", name, "--exit-with-parent", *words,
-            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+            sys.executable,
+            "-m",
+            "unbroken",
+            "sampler",
+            "--name",
+            name,
+            "--exit-with-parent",
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             env={**os.environ, SAMPLER_KEY: key, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C reaches only the trainer, which ends them
-        )  # fmt: skip
+        )
 
 
 class SamplerProcesses:

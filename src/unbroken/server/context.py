@@ -46,11 +46,23 @@ _MAX_OPTIONS = 2**18
 """Characters of template options as JSON: documents fit, and renderers are kept by them."""
 _RESERVED = frozenset(
     {
-        "messages", "tools", "add_generation_prompt", "continue_final_message", "conversation", "chat_template",
-        "tokenize", "return_dict", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "conversation",
+        "chat_template",
+        "tokenize",
+        "return_dict",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+        "sep_token",
+        "cls_token",
         "mask_token",
     }
-)  # fmt: skip
+)
 """Variables of a template that the server sets itself."""
 
 

@@ -22,9 +22,12 @@ class Metrics:
             "unbroken_requests", "HTTP requests answered", ["route", "status"], registry=self.registry
         )
         self.request_seconds = Histogram(
-            "unbroken_request_seconds", "Seconds to the end of the answer", ["route"], buckets=_LATENCIES_S,
+            "unbroken_request_seconds",
+            "Seconds to the end of the answer",
+            ["route"],
+            buckets=_LATENCIES_S,
             registry=self.registry,
-        )  # fmt: skip
+        )
         self.prompt_ids = Counter("unbroken_prompt_ids", "Prompt ids sent to the engine", registry=self.registry)
         self.sampled_ids = Counter("unbroken_sampled_ids", "Ids sampled", registry=self.registry)
         self.finished = Counter(

@@ -151,9 +151,15 @@ class PackedGroup:
         ):
             # vLLM's `StatelessProcessGroup` is such a store.
             make_store = partial(
-                TCPStore, rendezvous.host, rendezvous.port, size, rank == 0, timeout=timeout, use_libuv=False,
+                TCPStore,
+                rendezvous.host,
+                rendezvous.port,
+                size,
+                rank == 0,
+                timeout=timeout,
+                use_libuv=False,
                 **listening,
-            )  # fmt: skip
+            )
             self._store: Any = make_store() if rank > 0 else _make_with_check(make_store, rendezvous, check)
             if rendezvous.transport is Transport.NCCL:
                 self._backend = _Nccl(self._store, rank, size, device)
@@ -311,9 +317,15 @@ class _Nccl:
             self._stream.wait_stream(torch.cuda.current_stream(device))
             pointer, count = ctypes.c_void_p(first.data_ptr()), ctypes.c_size_t(1)
             self._call(
-                "ncclAllReduce", pointer, pointer, count, ctypes.c_int(self._FLOAT32), ctypes.c_int(self._SUM),
-                self._comm, ctypes.c_void_p(self._stream.cuda_stream),
-            )  # fmt: skip
+                "ncclAllReduce",
+                pointer,
+                pointer,
+                count,
+                ctypes.c_int(self._FLOAT32),
+                ctypes.c_int(self._SUM),
+                self._comm,
+                ctypes.c_void_p(self._stream.cuda_stream),
+            )
             self._stream.synchronize()
 
     def begin(self, chunk: torch.Tensor) -> Any:
@@ -323,9 +335,15 @@ class _Nccl:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             pointer, count = ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(chunk.numel())
             self._call(
-                "ncclBroadcast", pointer, pointer, count, ctypes.c_int(self._UINT8), ctypes.c_int(0), self._comm,
+                "ncclBroadcast",
+                pointer,
+                pointer,
+                count,
+                ctypes.c_int(self._UINT8),
+                ctypes.c_int(0),
+                self._comm,
                 ctypes.c_void_p(self._stream.cuda_stream),
-            )  # fmt: skip
+            )
             return self._stream.record_event()
 
     def is_done(self, work: Any) -> bool:

@@ -288,9 +288,19 @@ class _Attention(torch.autograd.Function):
         flat = (each.flatten(0, 1) for each in (gradient.contiguous(), query, key, value))
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
         found = torch.ops.aten._flash_attention_backward(
-            *flat, attended, sums, borders, borders, length, length, 0.0, True, state, query.new_empty(0),
+            *flat,
+            attended,
+            sums,
+            borders,
+            borders,
+            length,
+            length,
+            0.0,
+            True,
+            state,
+            query.new_empty(0),
             scale=ctx.scale,
-        )  # fmt: skip
+        )
         return *(each.view_as(own) for each, own in zip(found, (query, key, value), strict=True)), None
 
 

@@ -38,10 +38,22 @@ _ATTEMPT = "UNBROKEN_ATTEMPT"
 _MAX_ROUNDS, _ROUND_S = 20, 0.02
 _INHERITED = frozenset(
     {
-        "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM",
-        "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "TERM",
+        "LD_LIBRARY_PATH",
+        "VIRTUAL_ENV",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
     }
-)  # fmt: skip
+)
 """The variables that programs need to start, in addition to LC_*: none of them holds a secret."""
 
 
@@ -232,9 +244,14 @@ class CommandAgent:
         try:
             async with asyncio.timeout(check.timeout_s):
                 status = await self._run(
-                    check.command, own, work=work, home=None, output=files["log"], errors=files["err"],
+                    check.command,
+                    own,
+                    work=work,
+                    home=None,
+                    output=files["log"],
+                    errors=files["err"],
                     field="agent.check",
-                )  # fmt: skip
+                )
         except TimeoutError:
             return 0.0
         except InvalidInputError:
@@ -334,10 +351,15 @@ async def run_process(
     with _create(output) as out, _create(errors) as err:
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
-                *words, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err, cwd=folder, env=dict(variables),
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env=dict(variables),
                 start_new_session=True,
             )
-        )  # fmt: skip
+        )
         try:
             process = await asyncio.shield(starting)
         except OSError as error:

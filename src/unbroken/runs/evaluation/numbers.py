@@ -65,12 +65,16 @@ class Sample:
         """The sample of a rollout."""
         error = trajectory.error
         return Sample(
-            reward=trajectory.reward, status=trajectory.status, num_sampled=trajectory.num_sampled,
-            versions=trajectory.tree.sampled_versions, num_turns=len(trajectory.turns),
-            wall_time_s=trajectory.wall_time_s, reward_parts=dict(trajectory.reward_parts),
+            reward=trajectory.reward,
+            status=trajectory.status,
+            num_sampled=trajectory.num_sampled,
+            versions=trajectory.tree.sampled_versions,
+            num_turns=len(trajectory.turns),
+            wall_time_s=trajectory.wall_time_s,
+            reward_parts=dict(trajectory.reward_parts),
             error=None if error is None else format_error(error) + format_frames(error),
             has_lost_engine=isinstance(error, EngineError),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def read(record: Mapping[str, Any]) -> Sample:
@@ -78,9 +82,12 @@ class Sample:
         found = summarize_record(record)
         names = ("reward", "num_sampled", "num_turns", "wall_time_s")
         return Sample(
-            status=TrajectoryStatus(record["status"]), error=record["error"], versions=tuple(found["versions"] or ()),
-            **{name: found[name] for name in names}, reward_parts=record.get("reward_parts") or {},
-        )  # fmt: skip
+            status=TrajectoryStatus(record["status"]),
+            error=record["error"],
+            versions=tuple(found["versions"] or ()),
+            **{name: found[name] for name in names},
+            reward_parts=record.get("reward_parts") or {},
+        )
 
 
 _CUT = frozenset(

@@ -39,9 +39,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, form: ModelForm, source
     model, state, origin = load_checkpoint(checkpoint, source=source)
     check_form(model, form)
     info = ModelInfo(
-        step=int(state.processes[0]["extra"].get("num_steps", state.policy_version)), source=origin.source,
-        merged=form.merged, dtype=None if form.dtype is None else str(form.dtype).removeprefix("torch."),
-    )  # fmt: skip
+        step=int(state.processes[0]["extra"].get("num_steps", state.policy_version)),
+        source=origin.source,
+        merged=form.merged,
+        dtype=None if form.dtype is None else str(form.dtype).removeprefix("torch."),
+    )
     write_pretrained(folder, model, gather_form(model, form), form, add_files=partial(add_files, info=info))
     return checkpoint
 

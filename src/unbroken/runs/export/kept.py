@@ -114,9 +114,12 @@ class KeptModels:
     def _write(self, folder: Path, step: int, *, evaluation: Mapping[str, float] | None = None) -> Path:
         config = self.config
         info = ModelInfo(
-            step=step, source=self.source, merged=config.merged, dtype=config.dtype and config.dtype.value,
+            step=step,
+            source=self.source,
+            merged=config.merged,
+            dtype=config.dtype and config.dtype.value,
             evaluation=None if evaluation is None else dict(evaluation),
-        )  # fmt: skip
+        )
         if self.trainer.from_main_process(self._read_info(folder)) != info:
             begin(f"writing the model into {folder}")
             form = make_form(merged=config.merged, dtype=info.dtype)

@@ -290,9 +290,16 @@ class AgentConfig:
             if image is None:
                 check_program(check.command, field="agent.check", workspace=workspace)
         return CommandAgent(
-            command=self._place(self.command), known=known, reward=self.reward, environment=self.environment,
-            inherit=self.inherit, workspace=workspace, image=image, check=check, logs=output / "agents",
-        )  # fmt: skip
+            command=self._place(self.command),
+            known=known,
+            reward=self.reward,
+            environment=self.environment,
+            inherit=self.inherit,
+            workspace=workspace,
+            image=image,
+            check=check,
+            logs=output / "agents",
+        )
 
     def _place(self, words: Sequence[str]) -> tuple[str, ...]:
         """The words of a command that runs in a copy of the workspace: a path into the workspace means the copy's.

@@ -85,9 +85,14 @@ class Note(_NoteContent):
     def of(content: _NoteContent, set_name: str | None, step: int, trajectory: str) -> Note:
         """A note of a rollout, from now."""
         return Note(
-            labels=content.labels, text=content.text, sha256=content.sha256, set=set_name, step=step,
-            trajectory=_clean(trajectory), time_s=time(),
-        )  # fmt: skip
+            labels=content.labels,
+            text=content.text,
+            sha256=content.sha256,
+            set=set_name,
+            step=step,
+            trajectory=_clean(trajectory),
+            time_s=time(),
+        )
 
     @property
     def key(self) -> NoteKey:

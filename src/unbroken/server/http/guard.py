@@ -178,9 +178,11 @@ def _check_head(scope: Scope) -> None:
 
 def _stopped() -> HttpError:
     return HttpError(
-        503, "the server stopped before this request was finished: send it again", code="server_stopped",
+        503,
+        "the server stopped before this request was finished: send it again",
+        code="server_stopped",
         headers={"Retry-After": "1"},
-    )  # fmt: skip
+    )
 
 
 def _too_large(max_bytes: int) -> HttpError:

@@ -97,9 +97,10 @@ class TokenGenerateBody(BodyModel):
         ignored += GENERATE_SAMPLING.check(self.sampling_params.model_extra, place="sampling_params")
         if self.reasoning_ended is False and self.sampling_params.structured_outputs is not None:
             raise HttpError(
-                400, "reasoning_ended must not be false: a structured output applies from the first id",
+                400,
+                "reasoning_ended must not be false: a structured output applies from the first id",
                 param="reasoning_ended",
-            )  # fmt: skip
+            )
         if self.sampling_params.detokenize is False and self.gives_text:
             raise HttpError(
                 400, "output_mode 'text' needs sampling_params.detokenize true, got false", param="output_mode"

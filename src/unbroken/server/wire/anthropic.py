@@ -211,9 +211,10 @@ class ConversationBody(BodyModel):
                 continue
             if tool.input_schema is None:
                 raise HttpError(
-                    400, f"tools.{k}.input_schema is required: the arguments of {shorten(tool.name)} as a JSON schema",
+                    400,
+                    f"tools.{k}.input_schema is required: the arguments of {shorten(tool.name)} as a JSON schema",
                     param=f"tools.{k}.input_schema",
-                )  # fmt: skip
+                )
             tool.refuse_extra(f"tools.{k}")
         return [*ignored, *list_hosted(self.tools or ())]
 

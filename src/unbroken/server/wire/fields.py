@@ -214,9 +214,11 @@ GEMINI = Fields(
         "this server keeps no contents: send all of them": "cachedContent",
         "a reply is never continued": "continuationToken",
     },
-    ignored={"it belongs to Google's platform: nothing is stored, billed or filtered here": "labels safetySettings "
-        "serviceTier store"},
-)  # fmt: skip
+    ignored={
+        "it belongs to Google's platform: nothing is stored, billed or filtered here": "labels safetySettings "
+        "serviceTier store"
+    },
+)
 GEMINI_CONFIG = Fields(
     refused={
         "send the request several times": "candidateCount",

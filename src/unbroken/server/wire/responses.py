@@ -148,9 +148,16 @@ class _ReasoningItem(_Item):
 
 
 _ITEMS = by_type(
-    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
-    "item_reference", what="items", default="message",
-)  # fmt: skip
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "item_reference",
+    what="items",
+    default="message",
+)
 _OfReply: TypeAlias = MessageItem | _CallItem | _CustomCallItem | _ReasoningItem
 _OfUser: TypeAlias = MessageItem | _OutputItem | _CustomOutputItem
 Item = Annotated[

@@ -360,14 +360,28 @@ def _make_session(name: str, row: Sequence[Any], find_texts: Callable[[str], Tok
         parent=None, origin=Origin.PROMPT, token_ids=prompt_ids, message_indices=np.zeros(len(prompt_ids), np.int32)
     )
     turn = TurnRecord(
-        number=0, tree=0, prompt_node=0, reply_node=1, tools_key="", request_digest=b"", answer_id="", created_s=made,
-        given=given, parent=Position(node=0, offset=len(prompt_ids)), sequence=sequence,
-        policy=model_id or base, sampling=read_json(sampling, max_bytes=_MAX_BYTES),
-    )  # fmt: skip
+        number=0,
+        tree=0,
+        prompt_node=0,
+        reply_node=1,
+        tools_key="",
+        request_digest=b"",
+        answer_id="",
+        created_s=made,
+        given=given,
+        parent=Position(node=0, offset=len(prompt_ids)),
+        sequence=sequence,
+        policy=model_id or base,
+        sampling=read_json(sampling, max_bytes=_MAX_BYTES),
+    )
     record = SessionRecord(
-        session_id=name, key_digest=bytes(32), created_s=made, expires_s=made, status=SessionStatus.FINISHED,
+        session_id=name,
+        key_digest=bytes(32),
+        created_s=made,
+        expires_s=made,
+        status=SessionStatus.FINISHED,
         settings={"model": base, "training_run": model_id or None},
-    )  # fmt: skip
+    )
     return StoredSession(record=record, messages=tuple(messages), turns=(turn,), tools={}, counters={})
 
 
