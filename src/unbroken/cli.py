@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,6 @@ def _drop_output() -> int:
     return 128 + signal.SIGPIPE
 
 
-@cache  # of a program that calls `main` several times
 def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
     parser = _Parser(prog="unbroken", description="Token-in, token-out rollouts and RL training.")
     parser.add_argument("--version", action="version", version=f"unbroken {__version__}")
