@@ -1,6 +1,7 @@
 """Imports what test files import, before workers of xdist are forked: `support.forks.start_workers_as_forks`.
 
-Not pytest's plugins, whose asserts pytest rewrites, nor vLLM, which changes torch.
+Not pytest's plugins, whose asserts pytest rewrites, nor vLLM, which changes torch. Nor Ray, which reads its variables
+when it is imported: its tests set them first, and the cluster of a fork that had it already refused them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _LIBRARIES = (
     ),
 )  # fmt: skip
 
+_OF_RAY = "unbroken.cluster."
+
 
 def _import_all() -> None:
     """One that is not installed is missed by the tests that need it."""
@@ -37,7 +40,7 @@ def _import_all() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as where a test imports them first
         for module in pkgutil.walk_packages(unbroken.__path__, "unbroken."):
-            if "vllm" not in module.name and not module.name.endswith("__main__"):
+            if "vllm" not in module.name and not module.name.startswith(_OF_RAY) and "__main__" not in module.name:
                 with suppress(ImportError):
                     importlib.import_module(module.name)
 
