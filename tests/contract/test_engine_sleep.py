@@ -50,7 +50,7 @@ async def test_requests_that_come_while_an_engine_falls_asleep_are_refused_and_a
     running = asyncio.create_task(sample_one(subject, ask("a", max_tokens=250)))
     await subject.wait_for_ids(3)
     falling = asyncio.create_task(subject.engine.sleep())
-    await asyncio.sleep(0.002)
+    await asyncio.sleep(subject.poll_s)
     with pytest.raises(EngineError, match="sleeps"):
         await subject.engine.sample(ask("b"))
     assert not running.done()

@@ -51,9 +51,12 @@ def train(base: Path, folder: Path, *, lora: bool) -> Trainer:
 async def assert_the_trainers_logprobs(engine: Any, trainer: Trainer, *, adapter: str | None = None) -> None:
     """What vLLM samples has the trainer's logprobs."""
     request = SampleRequest(
-        request_id="a", prompt_ids=token_ids(PROMPT), n=4, adapter=adapter,
+        request_id="a",
+        prompt_ids=token_ids(PROMPT),
+        n=4,
+        adapter=adapter,
         params=SamplingParams(max_tokens=24, seed=0),
-    )  # fmt: skip
+    )
     sequences = (await engine.sample(request)).sequences
     for sequence in sequences:
         ids = [*PROMPT, *sequence.completion_ids.tolist()]

@@ -123,9 +123,11 @@ def test_the_openai_sdk_asks_with_data_urls(server: Served, processor: HfImagePr
     assert len(answer.choices[0].logprobs.content) == len(answer.choices[0].token_ids)
     assert answer.image_sha256s == [CAT.sha256, EEL.sha256]
     smaller = sdk.chat.completions.create(
-        model="tiny", messages=messages, max_completion_tokens=1,
+        model="tiny",
+        messages=messages,
+        max_completion_tokens=1,
         extra_body={**more, "mm_processor_kwargs": {"size": {"shortest_edge": 784, "longest_edge": 784}}},
-    )  # fmt: skip
+    )
     assert smaller.prompt_token_ids.count(processor.placeholder_id) == 2
     broken: Any = [user_message(data_url(EncodedImage(CAT.data[:200])))]
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[0\] must be a whole PNG file"):

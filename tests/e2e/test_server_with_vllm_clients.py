@@ -107,9 +107,15 @@ async def test_the_client_of_the_renderers_package_generates() -> None:
     client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=asgi_client(app))
     sampling = {"max_tokens": 8, "temperature": 1.0, "top_k": -1, "seed": 3}
     answer = await generate(
-        client=client, renderer=renderer, messages=[], model=MODEL, prompt_ids=[5, 6, 7], sampling_params=sampling,
-        cache_salt="7", priority=0,
-    )  # fmt: skip
+        client=client,
+        renderer=renderer,
+        messages=[],
+        model=MODEL,
+        prompt_ids=[5, 6, 7],
+        sampling_params=sampling,
+        cache_salt="7",
+        priority=0,
+    )
     assert answer["prompt_ids"] == [5, 6, 7]
     assert answer["completion_ids"] == encode(REPLY)
     assert answer["completion_logprobs"] == [-0.5] * len(encode(REPLY))

@@ -93,9 +93,7 @@ def test_the_sdk_runs_a_whole_loop(server):
     path = client.save_state("a").result(60).path
     named = client.save_weights_for_sampler("b").result(60).path
     loaded = service.create_training_client_from_state_with_optimizer(path).result()
-    outputs = [
-        each.forward([make_datum(PROMPT, sequences[0])], "importance_sampling") for each in (client, loaded)
-    ]  # fmt: skip
+    outputs = [each.forward([make_datum(PROMPT, sequences[0])], "importance_sampling") for each in (client, loaded)]
     logprobs = [each.result(60).loss_fn_outputs[0]["logprobs"].tolist() for each in outputs]
     assert logprobs[0] == logprobs[1]
     assert service.create_sampling_client(model_path=named).result().compute_logprobs(full).result(60) == scores[1]
@@ -255,9 +253,9 @@ def test_false_spans_are_counted_where_they_are_not_refused(model, tmp_path):
         (sequence,) = sample(client.save_weights_and_get_sampling_client().result())
         metrics = step(client, [make_datum(PROMPT, sequence, change=0)])
         assert metrics["provenance_false_spans:sum"] == 2
-        plain = types.Datum(**{
-            name: getattr(make_datum(PROMPT, sequence), name) for name in ("model_input", "loss_fn_inputs")
-        })  # fmt: skip
+        plain = types.Datum(
+            **{name: getattr(make_datum(PROMPT, sequence), name) for name in ("model_input", "loss_fn_inputs")}
+        )
         metrics = step(client, [plain])
         assert metrics["provenance_matched:sum"] == len(sequence.tokens)
         assert metrics["provenance_version_lag:max"] == 1
@@ -507,9 +505,11 @@ def test_a_small_task_is_learned_by_a_loop_of_the_sdk(server):
     rewards: list[float] = []
     for _ in range(40):
         sampler = client.save_weights_and_get_sampling_client().result()
-        sequences = sampler.sample(
-            prompt, num_samples=16, sampling_params=types.SamplingParams(max_tokens=6, stop=[])
-        ).result(60).sequences  # fmt: skip
+        sequences = (
+            sampler.sample(prompt, num_samples=16, sampling_params=types.SamplingParams(max_tokens=6, stop=[]))
+            .result(60)
+            .sequences
+        )
         found = [reward(each) for each in sequences]
         rewards.append(float(np.mean(found)))
         data = [make_datum([10, 11], each, one - rewards[-1]) for each, one in zip(sequences, found, strict=True)]

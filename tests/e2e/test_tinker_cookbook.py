@@ -77,9 +77,15 @@ def run(server: Served, folder: Path, recipe: str, *options: str, model: str = M
     }
     words = ["-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={model}", f"log_path={log}", *options]
     done = subprocess.run(
-        client_command("tinker-cookbook", *words), cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        client_command("tinker-cookbook", *words),
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (log / "checkpoints.jsonl").exists()
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]

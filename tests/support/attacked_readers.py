@@ -128,10 +128,13 @@ def _make_sessions(place: Path) -> Path:
     now = time.time()
     store.create(
         SessionRecord(
-            session_id="s", key_digest=b"k" * 32, created_s=now, expires_s=now + 60,
+            session_id="s",
+            key_digest=b"k" * 32,
+            created_s=now,
+            expires_s=now + 60,
             settings={"a": 1},
         )
-    )  # fmt: skip
+    )
     store.close()
     return place / "sessions.sqlite3"
 

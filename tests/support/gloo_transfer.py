@@ -29,9 +29,11 @@ class GlooTransferEngine(NCCLWeightTransferEngine):
         self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
         assert init_info.packed
         group = StatelessProcessGroup.create(
-            host=init_info.master_address, port=init_info.master_port,
-            rank=init_info.rank_offset + self.parallel_config.rank, world_size=init_info.world_size,
-        )  # fmt: skip
+            host=init_info.master_address,
+            port=init_info.master_port,
+            rank=init_info.rank_offset + self.parallel_config.rank,
+            world_size=init_info.world_size,
+        )
         self._broadcast = make_gloo_broadcast(group, source=0, timeout_s=60)
         self._group = group
 

@@ -87,10 +87,13 @@ def _save_files(folder: Path, family: Family, seed: int) -> None:
         _write(
             folder / "processor_config.json",
             {
-                "processor_class": "LlavaProcessor", "patch_size": 14, "image_token": PAD,
-                "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1,
+                "processor_class": "LlavaProcessor",
+                "patch_size": 14,
+                "image_token": PAD,
+                "vision_feature_select_strategy": "default",
+                "num_additional_image_tokens": 1,
             },
-        )  # fmt: skip
+        )
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
 
 
@@ -131,38 +134,79 @@ def _qwen(tokenizer: Any) -> Any:
     ids = _ids(tokenizer)
     config = Qwen2_5_VLConfig(
         text_config={
-            "model_type": "qwen2_5_vl_text", "vocab_size": len(tokenizer), "hidden_size": 64,
-            "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.2,
-            "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"],
+            "model_type": "qwen2_5_vl_text",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.2,
+            "bos_token_id": None,
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
             "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
         },
         vision_config={
-            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64,
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
-            "fullatt_block_indexes": [1], "in_channels": 3, "initializer_range": 0.2,
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [1],
+            "in_channels": 3,
+            "initializer_range": 0.2,
         },
-        image_token_id=ids[PAD], video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=True,
-    )  # fmt: skip
+        image_token_id=ids[PAD],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def _llava(tokenizer: Any) -> Any:
     ids = _ids(tokenizer)
     vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14,
-        projection_dim=64, initializer_range=0.2,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=64,
+        initializer_range=0.2,
+    )
     text = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"],
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=ids["<|im_end|>"],
+        pad_token_id=ids["<|endoftext|>"],
+    )
     config = LlavaConfig(
-        vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_index=ids[PAD], image_token_id=ids[PAD],
-        vision_feature_select_strategy="default", vision_feature_layer=-2, image_seq_length=16,
-    )  # fmt: skip
+        vision_config=vision.to_dict(),
+        text_config=text.to_dict(),
+        image_token_index=ids[PAD],
+        image_token_id=ids[PAD],
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-2,
+        image_seq_length=16,
+    )
     return LlavaForConditionalGeneration(config).eval()
 
 

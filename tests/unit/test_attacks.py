@@ -247,9 +247,13 @@ def list_tinker_bodies() -> Iterator[tuple[str, str, bytes, str]]:
 async def test_a_hostile_body_is_answered_soon_by_every_call_of_the_tinker_api(tmp_path: Path) -> None:
     def make_api(context: ServerContext, *, switch: WeightSwitch) -> TinkerApi:
         return TinkerApi(
-            context, switch=switch, store=store, options=TinkerOptions(), serving=ServeOptions(model="tiny"),
+            context,
+            switch=switch,
+            store=store,
+            options=TinkerOptions(),
+            serving=ServeOptions(model="tiny"),
             open_backend=cast(Any, None),  # no model is made
-        )  # fmt: skip
+        )
 
     store = TinkerStore(str(tmp_path / "store"), files=tmp_path / "files")
     app = make_app(

@@ -302,8 +302,12 @@ def run_tests(copy: Path, names: list[str]) -> tuple[int, str]:
     )
     done = subprocess.run(
         [*python_as_fork(), "-c", line],
-        cwd=copy, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     return done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
 
 

@@ -12,8 +12,13 @@ from unbroken.timeline import Timeline, TraceFile, Track, read_timeline
 
 def write(path, num_spans: int = 3, **options) -> Timeline:
     now = iter(range(10**6))
-    timeline = Timeline(TraceFile(path, max_bytes=options.pop("max_bytes", None)), name="rank 0",
-                        clock=lambda: float(next(now)), origin_s=0.0, **options)  # fmt: skip
+    timeline = Timeline(
+        TraceFile(path, max_bytes=options.pop("max_bytes", None)),
+        name="rank 0",
+        clock=lambda: float(next(now)),
+        origin_s=0.0,
+        **options,
+    )
     for number in range(num_spans):
         with timeline.span(f"step {number}", version=number):
             timeline.begin_lane("group", number, version=number)

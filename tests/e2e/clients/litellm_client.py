@@ -17,9 +17,16 @@ def play(*, stream: bool) -> str:
     messages = [{"role": "user", "content": QUESTION}]
     while True:
         answer = litellm.completion(
-            model="openai/tiny", api_base=f"{sys.argv[1]}/v1", api_key="none", messages=messages, tools=[TOOL],
-            tool_choice="auto", max_tokens=300, stream=stream, num_retries=0,
-        )  # fmt: skip
+            model="openai/tiny",
+            api_base=f"{sys.argv[1]}/v1",
+            api_key="none",
+            messages=messages,
+            tools=[TOOL],
+            tool_choice="auto",
+            max_tokens=300,
+            stream=stream,
+            num_retries=0,
+        )
         if stream:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
         message = answer.choices[0].message

@@ -135,15 +135,28 @@ def main() -> None:
         model,
         share_of_vowels,
         args=GRPOConfig(
-            output_dir=OUTPUT, use_cpu=ON_CPU, bf16=False, gradient_checkpointing=False, report_to="none",
-            per_device_train_batch_size=8, num_generations=4, max_completion_length=12, max_steps=NUM_STEPS,
-            learning_rate=1e-2 if ON_CPU else 1e-3, save_strategy="no", logging_steps=1, disable_tqdm=True,
-            use_vllm=True, vllm_mode="server", vllm_server_base_url=URL, vllm_group_port=free_port(),
+            output_dir=OUTPUT,
+            use_cpu=ON_CPU,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=12,
+            max_steps=NUM_STEPS,
+            learning_rate=1e-2 if ON_CPU else 1e-3,
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=URL,
+            vllm_group_port=free_port(),
             vllm_server_timeout=60.0,
         ),
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(FOLDER),
-    )  # fmt: skip
+    )
     record = Record(trainer)
     trainer.train()
     trained = {"server": server_logprobs(), "version": version()}
@@ -160,11 +173,17 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "trl": __version__, "before": before, "trained": trained, "after": after, "refused": refused,
-                "left": left, "history": history, "rows": record.counts(),
+                "trl": __version__,
+                "before": before,
+                "trained": trained,
+                "after": after,
+                "refused": refused,
+                "left": left,
+                "history": history,
+                "rows": record.counts(),
             }
         )
-    )  # fmt: skip
+    )
 
 
 main()

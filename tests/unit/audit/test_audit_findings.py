@@ -43,10 +43,13 @@ MOVED_BY_SYSTEM = templates.CHATML.replace(
     "{{- '' if messages | selectattr('role', 'equalto', 'system') | list else 'No instructions.' -}}"
     "{%- for message in messages -%}",
 )
-ONE_CALL = templates.QWEN.replace("{%- for call in message.tool_calls or [] -%}", (
-    "{%- if message.tool_calls and message.tool_calls|length > 1 -%}{{- raise_exception('one call only') -}}"
-    "{%- endif -%}{%- for call in message.tool_calls or [] -%}"
-))  # fmt: skip
+ONE_CALL = templates.QWEN.replace(
+    "{%- for call in message.tool_calls or [] -%}",
+    (
+        "{%- if message.tool_calls and message.tool_calls|length > 1 -%}{{- raise_exception('one call only') -}}"
+        "{%- endif -%}{%- for call in message.tool_calls or [] -%}"
+    ),
+)
 
 
 @functools.cache

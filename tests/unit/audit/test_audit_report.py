@@ -48,8 +48,19 @@ def test_the_text_fits_in_80_columns(report: AuditReport, hostile: AuditReport) 
 
 def test_the_text_tells_every_finding(report: AuditReport) -> None:
     text = make_report(report).to_text()
-    for label in ("template", "turns end with", "stop ids", "a cut turn", "concatenation", "arguments", "forgery",
-                  "drift", "parser", "bridges", "history"):  # fmt: skip
+    for label in (
+        "template",
+        "turns end with",
+        "stop ids",
+        "a cut turn",
+        "concatenation",
+        "arguments",
+        "forgery",
+        "drift",
+        "parser",
+        "bridges",
+        "history",
+    ):
         assert f"\n{label}" in text, label
     assert "30 exact, 0 refused, 0 wrong, over 30 random conversations (seed 0)" in " ".join(text.split())
     assert text.count(report.sentence.split(":")[0]) == 1
@@ -97,7 +108,7 @@ def test_the_json_is_versioned_and_plain(report: AuditReport) -> None:
     assert values["fuzz"]["exact_share"] == 1.0
     assert set(values) == {
         "format", "version", "exit_code", "about", "verdict", "sentence", "action", "kind", "turn_ends", "boundaries",
-        "arguments",        "rendering", "forgery", "drift", "round_trip", "fuzz",
+        "arguments", "rendering", "forgery", "drift", "round_trip", "fuzz",
     }  # fmt: skip
 
 

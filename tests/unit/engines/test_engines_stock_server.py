@@ -41,9 +41,19 @@ async def test_every_sampling_parameter_is_sent_and_the_conversation_in_the_head
         engine = await connect(url)
         assert engine.adapters == ("pirate",)
         params = SamplingParams(
-            max_tokens=9, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
-            frequency_penalty=0.3, seed=4, stop_token_ids=(7,), stop_strings=("x",), num_top_logprobs=2,
-        )  # fmt: skip
+            max_tokens=9,
+            temperature=0.7,
+            top_k=3,
+            top_p=0.9,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=0.2,
+            frequency_penalty=0.3,
+            seed=4,
+            stop_token_ids=(7,),
+            stop_strings=("x",),
+            num_top_logprobs=2,
+        )
         await engine.sample(
             SampleRequest(request_id="a", prompt_ids=[1, 2], params=params, adapter="pirate", session_id="s-1")
         )

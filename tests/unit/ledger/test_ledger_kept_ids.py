@@ -127,9 +127,15 @@ def test_a_row_has_a_span_for_each_completion_whose_logits_were_changed_and_a_fo
 
 def test_a_store_keeps_what_changed_the_logits_of_a_turn():
     params = SamplingParams(
-        logit_bias=((3, 0.1),), allowed_token_ids=(3, 4, 7), min_tokens=2, stop_token_ids=(7, 4), temperature=0.7,
-        repetition_penalty=1.1, bad_words_ids=((5,), (3, 3)), frequency_penalty=-0.3,
-    )  # fmt: skip
+        logit_bias=((3, 0.1),),
+        allowed_token_ids=(3, 4, 7),
+        min_tokens=2,
+        stop_token_ids=(7, 4),
+        temperature=0.7,
+        repetition_penalty=1.1,
+        bad_words_ids=((5,), (3, 3)),
+        frequency_penalty=-0.3,
+    )
     turn = make_turn()
     turn = replace(turn, sequence=replace(turn.sequence, controls=params.controls), sampling=params.changes)
     assert decode_turn(encode_turn(turn)).sequence.controls == params.controls

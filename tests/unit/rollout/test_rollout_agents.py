@@ -133,9 +133,7 @@ async def test_an_agent_samples_from_the_distribution_that_the_run_asks_for(tmp_
 
     async with running_gateway(engine, tmp_path) as gateway, host_app(gateway.app) as url, AsyncClient(url) as client:
         params = SamplingParams(temperature=0.8, top_k=5, max_tokens=9)
-        group = await run_agent_group(
-            insist, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits()
-        )  # fmt: skip
+        group = await run_agent_group(insist, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits())
     (request,) = engine.requests
     assert group.rewards == (1.0,)
     assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.8, 1.0, 5)
@@ -154,9 +152,7 @@ async def test_the_rows_of_an_agents_session_have_the_ids_that_its_engine_kept(t
 
     async with running_gateway(engine, tmp_path) as gateway, host_app(gateway.app) as url, AsyncClient(url) as client:
         params = SamplingParams(top_p=0.9, max_tokens=3, return_kept_ids=True)
-        group = await run_agent_group(
-            chat, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits()
-        )  # fmt: skip
+        group = await run_agent_group(chat, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits())
         (listed,) = await client.sessions.list()
         (exported,) = await client.sessions.samples(listed["session_id"])
     assert group.rewards == (1.0,)
@@ -207,9 +203,14 @@ async def test_siblings_have_sessions_and_seeds_of_their_own(tmp_path: Path) -> 
             return 1.0
 
         group = await run_agent_group(
-            ask_once, 3, gateway=client.sessions, task={}, sampling=SamplingParams(seed=1), limits=Limits(),
+            ask_once,
+            3,
+            gateway=client.sessions,
+            task={},
+            sampling=SamplingParams(seed=1),
+            limits=Limits(),
             group_id="g",
-        )  # fmt: skip
+        )
     assert [each.trajectory_id for each in group.trajectories] == ["g/0", "g/1", "g/2"]
     assert group.rewards == (1.0, 1.0, 1.0)
     assert len({request.params.seed for request in engine.requests}) == 3
@@ -395,9 +396,13 @@ async def test_a_command_that_gives_no_reward_fails_with_its_words(tmp_path: Pat
 
 def test_the_key_of_a_session_is_in_the_environment_of_a_command_and_not_in_what_is_printed_of_it() -> None:
     session = AgentSession(
-        session_id="s", api_key="secret", openai_base_url="http://h/s/secret/v1",
-        anthropic_base_url="http://h/s/secret", model="m", task={},
-    )  # fmt: skip
+        session_id="s",
+        api_key="secret",
+        openai_base_url="http://h/s/secret/v1",
+        anthropic_base_url="http://h/s/secret",
+        model="m",
+        task={},
+    )
     assert "secret" not in repr(session)
     assert session.environment()["OPENAI_BASE_URL"] == "http://h/s/secret/v1"
     assert session.environment()["UNBROKEN_SESSION_ID"] == "s"

@@ -67,17 +67,25 @@ async def attempt(
         AsyncClient(url) as client,
     ):
         group = await run_agent_group(
-            agent, num, gateway=client.sessions, task=ROW, sampling=SamplingParams(max_tokens=100),
+            agent,
+            num,
+            gateway=client.sessions,
+            task=ROW,
+            sampling=SamplingParams(max_tokens=100),
             limits=limits or Limits(),
-        )  # fmt: skip
+        )
     return group.trajectories
 
 
 def make_session() -> AgentSession:
     return AgentSession(
-        session_id="s", api_key="the-key", openai_base_url="http://h/s/the-key/v1",
-        anthropic_base_url="http://h/s/the-key", model='a "model"', task=ROW,
-    )  # fmt: skip
+        session_id="s",
+        api_key="the-key",
+        openai_base_url="http://h/s/the-key/v1",
+        anthropic_base_url="http://h/s/the-key",
+        model='a "model"',
+        task=ROW,
+    )
 
 
 async def test_a_known_agent_works_in_a_copy_and_its_check_is_the_reward(tmp_path: Path, workspace: Path) -> None:

@@ -25,7 +25,7 @@ from unbroken.runs.config import (
     Precision,
     RunConfig,
     TeacherConfig,
-)  # fmt: skip
+)
 from unbroken.runs.engines import open_engine
 from unbroken.runs.models import (
     check_config_changes,

@@ -47,10 +47,14 @@ def test_each_part_of_a_run_says_how_far_it_is_and_the_end_names_the_viewer(tmp_
         return [float(len(text) % 3) for text in completions]
 
     unbroken.fit(
-        model, [{"prompt": f"What is {k}?"} for k in range(8)], score, steps=1, output=tmp_path / "my run",
+        model,
+        [{"prompt": f"What is {k}?"} for k in range(8)],
+        score,
+        steps=1,
+        output=tmp_path / "my run",
         rollouts={"problems_per_step": 2, "group_size": 4, "sampling": {"max_tokens": 4}},
         evaluation={"num_problems": 2},
-    )  # fmt: skip
+    )
     assert list(calls) == []
     assert "preflight: 0 of 8 rollouts in 0:00:00" in shown.getvalue()
     assert f"\nlook at it: unbroken view '{tmp_path / 'my run'}'\n" in capsys.readouterr().out

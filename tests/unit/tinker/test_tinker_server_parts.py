@@ -290,9 +290,8 @@ def test_targets_of_a_prompt_may_be_blank_where_the_loss_does_not_use_them(store
     data.inputs["advantages"][1] = 0
     with pytest.raises(InvalidInputError, match=r"span 0, position 0: .* have id 6 at 1, and id 0 was"):
         check(store, [data], loss="dro")  # it trains them all the same
-    assert check(store, [claimed(INPUTS, TARGETS, advantages=[0] * 5)], loss="dro")[1][
-        "provenance_unsampled_trained:sum"
-    ] == 2  # fmt: skip
+    counted = check(store, [claimed(INPUTS, TARGETS, advantages=[0] * 5)], loss="dro")[1]
+    assert counted["provenance_unsampled_trained:sum"] == 2
     data.inputs["weights"] = np.array([0, 0, 1, 1, 1], np.float32)
     assert check(store, [data], loss="dro")[1]["provenance_proven:sum"] == 3
     last = claimed(INPUTS, TARGETS, advantages=[0, 0, 1, 1, 0])

@@ -171,7 +171,10 @@ async def test_what_cannot_sample_while_it_trains_is_refused(tmp_path):
         await run(tmp_path, bandit, before_update=engine.sleep)
     with pytest.raises(InvalidInputError, match=r"must be a GroupSource \(groups_per_step, sample\)"):
         await train(
-            bandit.sample, trainer=make_trainer(), publisher=None, metrics=None,
+            bandit.sample,
+            trainer=make_trainer(),
+            publisher=None,
+            metrics=None,
             config=LoopConfig(num_steps=1, max_staleness=1),
-        )  # fmt: skip
+        )
     await engine.close()

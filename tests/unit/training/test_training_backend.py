@@ -207,9 +207,17 @@ EIGHT_BITS = replace(CONFIG, optimizer=replace(OPTIMIZER, name=OptimizerName.ADA
 def wide_backend(config: TrainerConfig, *, seed: int = 0) -> TrainerBackend:
     """Its matrices are large enough to be quantised."""
     model = random_qwen3(
-        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        intermediate_size=64, max_position_embeddings=256, initializer_range=0.3, seed=seed,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=64,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        seed=seed,
+    )
     return TrainerBackend(model, config, accelerator=Accelerator())
 
 

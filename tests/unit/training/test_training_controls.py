@@ -220,9 +220,13 @@ def test_parts_of_tokens_are_changed_as_they_are_among_all(data):
     num, vocab_size = 12, 9
     ids = np.array(data.draw(st.lists(st.integers(0, 8), min_size=20, max_size=20)), dtype=np.int32)
     controls = LogitControls(
-        logit_bias=((2, 1.0),), repetition_penalty=1.5, presence_penalty=0.5, bad_words_ids=((1,), (3, 4)),
-        min_tokens=3, stop_token_ids=(5,),
-    )  # fmt: skip
+        logit_bias=((2, 1.0),),
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        bad_words_ids=((1,), (3, 4)),
+        min_tokens=3,
+        stop_token_ids=(5,),
+    )
     spans = tuple(ControlSpan(start=start, stop=stop, controls=controls) for start, stop in ((3, 8), (10, 15)))
     edits = LogitEdits.of([(ids, spans, np.arange(4, 4 + num))])
     tokens = KeptTokens.of(KeptIds.whole(num), torch.device("cpu"), edits=edits)

@@ -238,9 +238,14 @@ def test_scores_and_gradients_of_both_heads_are_those_of_a_softmax_over_the_sets
         found = rounded_scores(hidden, weight, targets_N, head)
     else:
         found = chunked_scores(
-            hidden, targets_N, lambda h: scaling.apply(h @ weight.T), temperature=0.7, chunk_size=chunk,
-            entropy=entropy, kept=tokens,
-        )  # fmt: skip
+            hidden,
+            targets_N,
+            lambda h: scaling.apply(h @ weight.T),
+            temperature=0.7,
+            chunk_size=chunk,
+            entropy=entropy,
+            kept=tokens,
+        )
     expected = plain_scores(scaling.apply(hidden @ weight.T) / 0.7, targets_N, kept)
     torch.testing.assert_close(found.logprobs_N, expected.logprobs_N)
     total, expected_total = found.logprobs_N.square().sum(), expected.logprobs_N.square().sum()

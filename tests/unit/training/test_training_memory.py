@@ -46,10 +46,16 @@ def sizes_of(name) -> ModelSizes:
     with torch.device("meta"):
         model = Qwen3ForCausalLM(
             Qwen3Config(
-                hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=8,
-                head_dim=128, intermediate_size=mlp, vocab_size=151_936, tie_word_embeddings=is_tied,
+                hidden_size=hidden_size,
+                num_hidden_layers=num_layers,
+                num_attention_heads=heads,
+                num_key_value_heads=8,
+                head_dim=128,
+                intermediate_size=mlp,
+                vocab_size=151_936,
+                tie_word_embeddings=is_tied,
             )
-        )  # fmt: skip
+        )
     return ModelSizes.of(model)
 
 

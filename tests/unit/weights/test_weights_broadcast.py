@@ -396,9 +396,14 @@ async def test_a_meeting_that_cannot_be_is_refused(change: dict[str, Any], messa
 async def test_a_rendezvous_that_never_comes_together_times_out_on_both_sides() -> None:
     listener = listen("127.0.0.1")
     meeting = Rendezvous(
-        host="127.0.0.1", port=listener.getsockname()[1], first_rank=1, world_size=3, transport=Transport.GLOO,
-        join_timeout_s=1.0, timeout_s=1.0,
-    )  # fmt: skip
+        host="127.0.0.1",
+        port=listener.getsockname()[1],
+        first_rank=1,
+        world_size=3,
+        transport=Transport.GLOO,
+        join_timeout_s=1.0,
+        timeout_s=1.0,
+    )
     members = [
         asyncio.to_thread(PackedGroup, meeting, rank=rank, device=torch.device("cpu"), listener=socket)
         for rank, socket in ((0, listener), (1, None))

@@ -84,9 +84,14 @@ def meeting(num_workers: int) -> Iterator[tuple[PackedGroup, list[WireReceiver]]
     """A trainer and the workers of an engine."""
     listener = listen("127.0.0.1")
     rendezvous = Rendezvous(
-        host="127.0.0.1", port=listener.getsockname()[1], first_rank=1, world_size=1 + num_workers,
-        transport=Transport.GLOO, join_timeout_s=10.0, timeout_s=10.0,
-    )  # fmt: skip
+        host="127.0.0.1",
+        port=listener.getsockname()[1],
+        first_rank=1,
+        world_size=1 + num_workers,
+        transport=Transport.GLOO,
+        join_timeout_s=10.0,
+        timeout_s=10.0,
+    )
     receivers = [WireReceiver(CPU, rank=rank) for rank in range(num_workers)]
     with ThreadPoolExecutor(num_workers) as threads:
         joining = [threads.submit(receiver.open, open_fields(rendezvous)) for receiver in receivers]

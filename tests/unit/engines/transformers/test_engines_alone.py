@@ -26,9 +26,14 @@ VOCABULARY = 64
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=2**20, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=2**20,
+        attn_implementation="sdpa",
+    )
     return LlamaForCausalLM(config)
 
 

@@ -34,8 +34,9 @@ def assert_kept(model: Any, request: SampleRequest, sequence: SampledSequence) -
     sets = sequence.kept_ids.to_lists()
     for position, kept in enumerate(sets):
         length = len(request.prompt_ids) + position
-        expected = reference_logprobs(logits[length - 1], request.params, ids[: len(request.prompt_ids)],
-                                      ids[len(request.prompt_ids) : length])  # fmt: skip
+        expected = reference_logprobs(
+            logits[length - 1], request.params, ids[: len(request.prompt_ids)], ids[len(request.prompt_ids) : length]
+        )
         assert kept == np.flatnonzero(np.isfinite(expected)).tolist()
         assert abs(expected[ids[length]] - sequence.rollout_logprobs[position]) < 1e-5
 

@@ -79,10 +79,17 @@ async def test_an_answer_has_the_logprobs_that_it_has_without_our_changes(width,
                 logprobs=width - 1, flat_logprobs=is_flat, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
             )
             request = EngineCoreRequest(
-                request_id=str(number), external_req_id=str(number), prompt_token_ids=[1], mm_features=None,
-                sampling_params=params, pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None,
+                request_id=str(number),
+                external_req_id=str(number),
+                prompt_token_ids=[1],
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
                 data_parallel_rank=None,
-            )  # fmt: skip
+            )
             queues.append(RequestOutputCollector(params.output_kind, request.request_id))
             llm.output_processor.add_request(request, None, None, 0, queues[-1])
         for _ in steps:

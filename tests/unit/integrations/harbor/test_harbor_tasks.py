@@ -179,9 +179,13 @@ def test_wrong_numbers_of_containers_are_refused(name: str, value: Any) -> None:
 
 def test_harbors_config_of_a_trial_has_the_agent_the_session_and_what_is_filled_in(tmp_path: Path) -> None:
     session = AgentSession(
-        session_id="s", api_key="k", openai_base_url="http://10.0.0.1:80/s/s/v1", model="m", task={"instruction": "x"},
+        session_id="s",
+        api_key="k",
+        openai_base_url="http://10.0.0.1:80/s/s/v1",
+        model="m",
+        task={"instruction": "x"},
         anthropic_base_url="http://10.0.0.1:80/s/s",
-    )  # fmt: skip
+    )
     options = {"kwargs": {"a": 1}, "env": {"URL": "{anthropic_base_url}", "OPENAI_API_KEY": "other"}}
     config = ContainerConfig(agent="mine:Agent", model="x/{model}", agent_options=options, environment={"type": "e"})
     runner = ContainerRunner(config, trials=tmp_path / "trials", agent_timeout_s=7, reward="reward")

@@ -123,8 +123,12 @@ async def test_a_path_into_the_workspace_is_the_copys_and_any_other_file_is_out_
     for name in ("tests/check.py", "secret.py"):
         (folder / name).write_text("import os, sys; sys.exit(os.path.exists('bad'))")
     for workspace in (".", "tests/.."):
-        config = load(folder, f'agent.workspace = "{workspace}"', 'agent.command = ["python", "tests/check.py"]',
-                      'agent.check = ["./tests/check.py", "secret.py", "missing.py", "."]')  # fmt: skip
+        config = load(
+            folder,
+            f'agent.workspace = "{workspace}"',
+            'agent.command = ["python", "tests/check.py"]',
+            'agent.check = ["./tests/check.py", "secret.py", "missing.py", "."]',
+        )
         (folder / "tests" / "check.py").chmod(0o755)
         assert config.agent is not None
         agent: Any = config.agent.load(output=folder / "out", limits=Limits(timeout_s=7))

@@ -58,9 +58,13 @@ def test_an_agent_for_an_environment_that_has_its_own_is_refused(tmp_path: Path)
 
 def test_placeholders_of_a_word_are_filled_in_once_and_other_braces_stay() -> None:
     session = AgentSession(
-        session_id="s", api_key="k", openai_base_url="http://h/v1", anthropic_base_url="http://h", model="m",
+        session_id="s",
+        api_key="k",
+        openai_base_url="http://h/v1",
+        anthropic_base_url="http://h",
+        model="m",
         task={"instruction": "say {model}", "number": 3},
-    )  # fmt: skip
+    )
     assert (
         session.fill("{instruction} {openai_base_url}{x} {number} {{model}}")
         == "say {model} http://h/v1{x} {number} {m}"
@@ -69,9 +73,13 @@ def test_placeholders_of_a_word_are_filled_in_once_and_other_braces_stay() -> No
 
 def test_containers_are_told_where_the_gateway_is_for_them() -> None:
     session = AgentSession(
-        session_id="s", api_key="k", openai_base_url="http://127.0.0.1:80/s/s/v1", model="m", task={},
+        session_id="s",
+        api_key="k",
+        openai_base_url="http://127.0.0.1:80/s/s/v1",
+        model="m",
+        task={},
         anthropic_base_url="http://127.0.0.1:80/s/s",
-    )  # fmt: skip
+    )
     with pytest.raises(
         InvalidInputError, match=r"containers cannot reach the gateway at http://127.0.0.1:80: set sess"
     ):

@@ -131,8 +131,12 @@ IN_GEMINI = {
 async def test_a_conversation_has_the_same_ids_in_every_dialect() -> None:
     engine = scripted_engine("ok<|im_end|>")
     async with asgi_client(make_app(engine)) as client:
-        for path, body in ((CHAT, IN_CHAT), (MESSAGES, {**IN_MESSAGES, "max_tokens": 99}), (RESPONSES, IN_RESPONSES),
-                           (GEMINI, IN_GEMINI)):  # fmt: skip
+        for path, body in (
+            (CHAT, IN_CHAT),
+            (MESSAGES, {**IN_MESSAGES, "max_tokens": 99}),
+            (RESPONSES, IN_RESPONSES),
+            (GEMINI, IN_GEMINI),
+        ):
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, answer.text
     in_chat, *others = (request.prompt_ids.tolist() for request in engine.requests)

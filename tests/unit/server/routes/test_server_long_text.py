@@ -39,11 +39,12 @@ def body_for(path: str, text: str) -> dict:
         "/tokenize messages": {"messages": spoken},
         "/v1/chat/completions": {"messages": spoken},
         "/v1/chat/completions tools": {
-            "messages": USER, "tools": [{"type": "function", "function": {"name": "f", "description": text}}],
+            "messages": USER,
+            "tools": [{"type": "function", "function": {"name": "f", "description": text}}],
         },
         "/v1/chat/completions/render": {"messages": [*USER, {"role": "assistant", "content": text}, *USER]},
         "/chat": {"messages": [USER, spoken]},
-    }[path]  # fmt: skip
+    }[path]
 
 
 FIELDS = {

@@ -170,8 +170,11 @@ async def test_a_stream_of_several_prompts_runs_them_at_the_same_time() -> None:
         offsets = [offset for choice in own for offset in choice.logprobs.text_offset]
         assert offsets == sorted(offsets)
         assert offsets[-1] > 0
-    prompts = [(event.choices[0].index // 2, event.choices[0].prompt_token_ids) for event in events
-               if getattr(event.choices[0], "prompt_token_ids", None)]  # fmt: skip
+    prompts = [
+        (event.choices[0].index // 2, event.choices[0].prompt_token_ids)
+        for event in events
+        if getattr(event.choices[0], "prompt_token_ids", None)
+    ]
     assert sorted(prompts) == [(0, [8]), (1, [9])]
 
 

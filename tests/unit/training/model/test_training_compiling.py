@@ -34,9 +34,16 @@ def _traced(monkeypatch):
 def deep_qwen3():
     """More layers than torch compiles a function again for by default, which is eight times."""
     return random_qwen3(
-        vocab_size=64, hidden_size=32, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=64, max_position_embeddings=256, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=9,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
 
 
 def train(model, samples, *, reference=None, **changes):

@@ -51,9 +51,12 @@ def reference(folder: Path, completion: Any) -> tuple[list[int], np.ndarray]:
     shown = separator.join([placeholder] * len(PICTURES))
     text = f"{processor.tokenizer.decode([BEFORE])}{shown}{processor.tokenizer.decode([AFTER, 7])}"
     inputs = processor(
-        text=[text], images=[list(PICTURES)], add_special_tokens=False, return_tensors="pt",
+        text=[text],
+        images=[list(PICTURES)],
+        add_special_tokens=False,
+        return_tensors="pt",
         **({"return_mm_token_type_ids": True} if "qwen" in type(processor).__name__.lower() else {}),
-    )  # fmt: skip
+    )
     prompt = inputs.pop("input_ids")
     inputs.pop("attention_mask", None)
     ids = torch.cat([prompt, torch.tensor(np.asarray(completion)[None].astype(np.int64))], dim=1)

@@ -132,13 +132,20 @@ def test_longrope_scales_attention_as_vllm_does_whatever_attention_factor_says()
 
 def test_layers_of_several_kinds_are_fixed_each_by_its_own_rule():
     config = Gemma3TextConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=64, max_position_embeddings=128, layer_types=["sliding_attention", "full_attention"],
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        layer_types=["sliding_attention", "full_attention"],
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
         },
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     assert "dynamic" in str(find_length_dependence(model))
     fix_rotary(model, 128)

@@ -178,8 +178,9 @@ def test_a_model_without_a_generation_config_gets_an_empty_one(tmp_path):
     model.generation_config = None
     trained(model).save_pretrained(tmp_path / "final")
     assert set(json.loads((tmp_path / "final/generation_config.json").read_text())) <= {
-        "transformers_version", "_from_model_config"
-    }  # fmt: skip
+        "transformers_version",
+        "_from_model_config",
+    }
     assert model.generation_config is None
 
 

@@ -33,9 +33,11 @@ async def sample_one(engine: Any, request_id: str = "a", **params: Any) -> Sampl
 async def greedy_of(model: Any, length: int) -> list[int]:
     """What an engine that was started on these weights would sample."""
     ids = model.generate(
-        model.dummy_inputs["input_ids"].new_tensor([PROMPT_IDS.tolist()]), do_sample=False, max_new_tokens=length,
+        model.dummy_inputs["input_ids"].new_tensor([PROMPT_IDS.tolist()]),
+        do_sample=False,
+        max_new_tokens=length,
         min_new_tokens=length,
-    )  # fmt: skip
+    )
     found: list[int] = ids[0, len(PROMPT_IDS) :].tolist()
     return found
 
@@ -89,8 +91,10 @@ async def test_i6_a_broadcast_that_ends_half_way_stops_the_engine_until_whole_we
     engine = shared_vllm.engine
     before = engine.policy_version
     async with publisher_to(engine) as publisher:
-        broken = [(name, _Broken(weight) if number == 5 else weight) for number, (name, weight) in
-                  enumerate(tiny_vllm_model(44).named_parameters())]  # fmt: skip
+        broken = [
+            (name, _Broken(weight) if number == 5 else weight)
+            for number, (name, weight) in enumerate(tiny_vllm_model(44).named_parameters())
+        ]
         with pytest.raises(ZeroDivisionError):
             await publisher.publish(broken, policy_version=before + 1)  # type: ignore[arg-type]
         assert engine.policy_version == before
@@ -122,8 +126,11 @@ async def test_weights_that_are_not_the_models_are_refused_before_anything_is_se
     renamed = [("model.oops", weights[0][1]), *weights[1:]]
     reshaped = [(weights[0][0], weights[0][1][:-1]), *weights[1:]]
     async with publisher_to(engine) as publisher:
-        for bad, reason in ((renamed, "no weight named 'model.oops'"), (reshaped, "must have shape"),
-                            (weights[1:], "missing")):  # fmt: skip
+        for bad, reason in (
+            (renamed, "no weight named 'model.oops'"),
+            (reshaped, "must have shape"),
+            (weights[1:], "missing"),
+        ):
             with pytest.raises(EngineError, match=reason):
                 await publisher.publish(bad, policy_version=before + 1)
         with pytest.raises(EngineError, match="must rise above"):

@@ -11,9 +11,14 @@ from unbroken.rendering.parsing.formats import DEEPSEEK_V32, HUNYUAN3, KIMI_K3, 
 OK, SYNTAX, NAMELESS = ToolCallStatus.OK, ToolCallStatus.INVALID_SYNTAX, ToolCallStatus.MISSING_NAME
 UNCLOSED, JSON = ToolCallStatus.UNCLOSED, ToolCallStatus.INVALID_JSON
 ANY_TOOL = tool(
-    "f", text={"type": "string"}, list={"type": "array"}, map={"type": "object"}, flag={"type": "boolean"},
-    none={"type": "null"}, many={"type": ["array", "string"]},
-)  # fmt: skip
+    "f",
+    text={"type": "string"},
+    list={"type": "array"},
+    map={"type": "object"},
+    flag={"type": "boolean"},
+    none={"type": "null"},
+    many={"type": ["array", "string"]},
+)
 
 ON_SEED = FormatOnTokenizer(SEED, control=("<seed:tool_call>", "</seed:tool_call>"))
 ON_HUNYUAN = FormatOnTokenizer(HUNYUAN3, control=("<tool_call:opensource>", "</tool_call:opensource>"))
