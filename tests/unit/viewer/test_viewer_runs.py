@@ -155,6 +155,10 @@ def test_a_half_written_line_is_not_read_and_a_damaged_one_is_named(tmp_path):
     assert open_runs([tmp_path]).get("run/0")["problems"] == [
         "line 3 of metrics.jsonl is not a JSON object, and is left out"
     ]
+    write_metrics(tmp_path, 2, end="0" * (2 << 20) + '\n{"step": 2}\n')
+    run = open_runs([tmp_path]).get("run/0")
+    assert run["metrics"]["steps"] == [0, 1]
+    assert run["problems"] == ["line 3 of metrics.jsonl is too long, or the file: the rest is left out"]
 
 
 def test_a_damaged_file_shows_what_comes_before_the_damage(tmp_path):

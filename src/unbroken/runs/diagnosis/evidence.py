@@ -328,21 +328,27 @@ def read_objects(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[
 
     A last line without its end is being written, or was when the run was killed: it is left out.
     """
-    name = parts[-1]
+    name, objects, problems = parts[-1], list[dict[str, Any]](), list[str]()
+    num_bytes = 0
     try:
         with open_inside(folder, *parts) as file:
-            data = file.read(_MAX_BYTES)
+            for number in itertools.count(1):
+                line = file.readline(_MAX_LINE_BYTES + 1)
+                num_bytes += len(line)
+                # The rest of a line without an end would have to be read to find the next one: gigabytes, if it lies.
+                if len(line) > _MAX_LINE_BYTES or num_bytes > _MAX_BYTES:
+                    problems.append(f"line {number} of {name} is too long, or the file: the rest is left out")
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                if (found := _parse_object(line, max_bytes=_MAX_LINE_BYTES)) is not None:
+                    objects.append(found)
+                elif len(problems) < _MAX_PROBLEMS:
+                    problems.append(f"line {number} of {name} is not a JSON object, and is left out")
     except FileNotFoundError:
         return [], []
     except OSError as error:
         return [], [f"{name} cannot be read: {error.strerror or error}"]
-    objects: list[dict[str, Any]] = []
-    problems: list[str] = []
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        if (found := _parse_object(line, max_bytes=_MAX_LINE_BYTES)) is not None:
-            objects.append(found)
-        elif len(problems) < _MAX_PROBLEMS:
-            problems.append(f"line {number} of {name} is not a JSON object, and is left out")
     return objects, problems
 
 
