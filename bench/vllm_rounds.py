@@ -1,8 +1,8 @@
 """Rounds of ragged requests to vLLM under this process, nothing around it: wall and CPU seconds of a round.
 
-    python bench/vllm_rounds.py --model FOLDER -- --dtype bfloat16 --max-model-len 2048                         # one GPU
+    python bench/vllm_rounds.py --model FOLDER -- --dtype bfloat16 --max-model-len 2048           # one GPU
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/vllm_rounds.py --model FOLDER --requests 16 --rounds 3 -- \
-        --enforce-eager --block-size 32                                                                   # on a CPU
+        --enforce-eager --block-size 32                                                # on a CPU
 
 It is for what a change of `unbroken.engines.vllm` costs or gains: with another tree's `src` in PYTHONPATH the same is
 measured of that tree. Give both in turns, since a GPU's clock and its host drift. Prompts and completions have lengths
