@@ -31,13 +31,13 @@ NUM_WARMUP = 2
 def cpu_s(process: psutil.Process) -> float:
     """User and system seconds of a process so far."""
     times = process.cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the engine, make the rounds and give their figures."""
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
-    from unbroken.types import SampleRequest, SamplingParams
+    from unbroken.types import SampleRequest, SamplingParams, token_ids
 
     engine = await VllmEngine.start(
         parse_engine_args(["--model", arguments.model, "--disable-log-stats", *arguments.words])
@@ -55,7 +55,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 length = min(1024, 1 + int(draw.lognormvariate(4.6, 0.5)))
                 max_tokens = min(512, 1 + int(draw.lognormvariate(arguments.log_tokens, 0.6)))
                 params = SamplingParams(max_tokens=max_tokens)
-                prompt = [draw.randrange(vocab_size) for _ in range(length)]
+                prompt = token_ids([draw.randrange(vocab_size) for _ in range(length)])
                 requests.append(SampleRequest(request_id=f"{number}-{each}", prompt_ids=prompt, params=params))
             began = time.perf_counter(), cpu_s(own), sum(map(cpu_s, others))
             results = await asyncio.gather(*map(engine.sample, requests))
